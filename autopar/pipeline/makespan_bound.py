@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,9 +107,12 @@ class Program:
     send, with its seconds."""
 
     def __init__(self, stages: int, places: int, unit_s: float) -> None:
-        self.unit_s, self.model = unit_s, Linear(1.0, 1.0)
+        self.unit_s = unit_s
         self.sent: list[tuple[int, float]] = []
-        self.model.starts = np.zeros(1, int)
+        self._costs: list[float] = []
+        self._lower: list[float] = []
+        self._upper: list[float] = []
+        self._entries: list[tuple[int, int, float]] = []  # row, column, value
         self.forward, self.backward, self.inputs, self.early, self.late = (self.columns(stages) for _ in range(5))
         self.once = self.columns(places)
         self.last = self.columns(1, 1.0)
@@ -118,16 +121,18 @@ class Program:
             self.row([(self.early[stage], 1.0), (self.inputs[stage], -1.0)], 0.0)
             self.row([(self.backward[stage], 1.0), (self.inputs[stage], -1.0)], 0.0)
 
-    def columns(self, count: int, cost: float = 0.0) -> np.ndarray:
+    def columns(self, count: int, cost: float = 0.0) -> range:
         """New columns of this cost each, all at least 0; their numbers."""
-        return self.model.add_columns(np.full(count, cost), np.zeros(count))
+        first = len(self._costs)
+        self._costs += [cost] * count
+        return range(first, first + count)
 
-    def row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float = math.inf) -> int:
+    def row(self, terms: Iterable[tuple[int, float]], lower: float, upper: float = math.inf) -> int:
         """A new row lower <= sum of (column, factor) `terms` <= upper; its number."""
-        row = self.model.add_rows(1, lower, upper)
-        self.model.add_entries(
-            np.full(len(terms), row), np.array([column for column, _ in terms]), np.array([value for _, value in terms])
-        )
+        row = len(self._lower)
+        self._lower.append(lower)
+        self._upper.append(upper)
+        self._entries += [(row, column, value) for column, value in terms if value]
         return row
 
     def order(self, flow: Flow, sends_s: Sequence[float], wanted: Container[int]) -> None:
@@ -139,11 +144,11 @@ class Program:
         before = [(-1, Counter[int]()) for _ in range(flow.places)]  # the last wanted action's end, and what follows it
         for index, step in enumerate(flow.steps):
             end, since = before[step.place]
-            own = int(took[step.kind][step.stage])
+            own = took[step.kind][step.stage]
             since[own] += 1
             if index not in wanted:
                 continue
-            ends[index] = mine = int(self.columns(1)[0])
+            ends[index] = mine = self.columns(1)[0]
             self._after(mine, end, since)
             for other in dict.fromkeys((*step.here, *step.sent)):
                 if other in ends and (ends[other] != end or other in step.sent):
@@ -152,7 +157,7 @@ class Program:
                     self.sent += [(row, sent_s)] * (sent_s > 0.0)
             before[step.place] = mine, Counter()
         for once, (end, since) in zip(self.once, before, strict=True):
-            self._after(int(self.last[0]), end, {**since, int(once): 1})
+            self._after(self.last[0], end, {**since, once: 1})
 
     def _after(self, column: int, end: int, took: Mapping[int, int], sent_s: float = 0.0) -> int:
         """A new row: `column` is no earlier than `end` (-1: the begin), what `took` so many times, and a send."""
@@ -161,7 +166,13 @@ class Program:
 
     def solved(self) -> Answer:
         """What the solver finds."""
-        return solve(self.model, GLOP, integer=False, time_limit_s=20.0)
+        model = Linear(1.0, 1.0)
+        model.starts = np.zeros(1, int)
+        model.add_columns(np.array(self._costs), np.zeros(len(self._costs)))
+        model.add_rows(len(self._lower), np.array(self._lower), np.array(self._upper))
+        rows, columns, values = np.array(self._entries).reshape(-1, 3).T
+        model.add_entries(rows.astype(int), columns.astype(int), values)
+        return solve(model, GLOP, integer=False, time_limit_s=20.0)
 
 
 def _weights(program: Program, example: Example) -> Least | None:
@@ -174,7 +185,7 @@ def _weights(program: Program, example: Example) -> Least | None:
         (program.once, example.once_s),
     )
     totals = [
-        program.row([(int(column), 1.0) for column in columns], seconds / program.unit_s) for columns, seconds in wanted
+        program.row([(column, 1.0) for column in columns], seconds / program.unit_s) for columns, seconds in wanted
     ]
     answer = program.solved()
     if answer.status != "optimal" or answer.dual is None:

@@ -59,8 +59,8 @@ class Linear:
         self.upper.append(np.full(len(cost_s), upper))
         return new
 
-    def add_rows(self, count: int, lower: float, upper: float | np.ndarray) -> int:
-        """`count` new rows with the same bounds, or an upper one for each; returns the index of the first."""
+    def add_rows(self, count: int, lower: float | np.ndarray, upper: float | np.ndarray) -> int:
+        """`count` new rows with the same bounds, or one for each; returns the index of the first."""
         first, self.rows = self.rows, self.rows + count
         self.row_lower.append(np.full(count, lower))
         self.row_upper.append(np.full(count, upper))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.joint.timetables import Kind, Timetable, flow_of
-from autopar.pipeline.memory_bound import Part, step_s
+from autopar.pipeline.memory_bound import Part, Step, Whole
 from autopar.pipeline.orders import StageTime
 from tests.unit.pipeline.test_makespan_bound import SHAPES
 
@@ -32,13 +33,16 @@ def _whole(count: int, microbatches: int, once_s: float) -> list[Part]:
 @settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_no_stages_that_fit_are_faster(kind: Kind, data: st.DataObject) -> None:
-    """Any numbers of blocks in each stage, each of which runs again in some way, with as much memory as they take."""
+    """Any numbers of blocks in each stage, each of which runs again in some way, with as much memory as they take. In
+    cases of whole pieces the operator outside of blocks is the last piece."""
     places, microbatches = SHAPES[kind]
     table = Timetable(kind, places, microbatches)
     counts = data.draw(st.lists(st.integers(0, 2), min_size=table.stages, max_size=table.stages))
     counts[0] += not any(counts)
+    in_order = data.draw(st.booleans())
+    counts = [max(1, n) for n in counts[:-1]] + counts[-1:] if in_order else counts
     ways = [data.draw(st.lists(st.sampled_from(WAYS), min_size=n, max_size=n)) for n in counts]
-    head = data.draw(st.integers(0, table.stages - 1))
+    head = table.stages - 1 if in_order else data.draw(st.integers(0, table.stages - 1))
     once_s, send_s, slower = (data.draw(st.sampled_from(each)) for each in ([0.0, 0.7], [0.0, 0.2], [1.0, 1.5]))
     times, kept, rest = [], [], []
     for stage, (n, own) in enumerate(zip(counts, ways, strict=True)):
@@ -57,7 +61,13 @@ def test_no_stages_that_fit_are_faster(kind: Kind, data: st.DataObject) -> None:
     took = max(end + late for end, late in zip(table.ends_s(times, whole=True), once, strict=True))
     parts = _whole(sum(counts), microbatches, once_s)
     flow, sends = flow_of(kind, places, microbatches), [send_s] * (table.stages - 1)
-    assert step_s(parts, table.at, microbatches, table.in_flight, limit, flow, sends) <= took * (1 + 1e-9)
+    step, whole = Step(table.at, microbatches, table.in_flight, limit, flow, sends), None
+    if in_order:
+        parts = [replace(parts[0], first=sum(counts), count=1), replace(parts[1], count=sum(counts))]
+        whole = Whole(1, max(sum(table.of_place(place, counts)) for place in range(places)), 0, head)
+    least_s = step.least_s(parts, whole)
+    assert least_s <= took * (1 + 1e-9)
+    assert least_s >= step.least_s(parts) * (1 - 1e-6)
 
 
 def test_each_place_has_its_own_memory() -> None:
@@ -66,7 +76,33 @@ def test_each_place_has_its_own_memory() -> None:
     table, parts = Timetable(kind, 2, 8), _whole(8, 8, 0.0)
 
     def least_s(limit_bytes: float) -> float:
-        return step_s(parts, table.at, 8, table.in_flight, limit_bytes, flow_of(kind, 2, 8))
+        return Step(table.at, 8, table.in_flight, limit_bytes, flow_of(kind, 2, 8)).least_s(parts)
 
     roomy_s, short_s = least_s(160.0), least_s(50.0)
     assert roomy_s * 1.05 < short_s < least_s(40.0) < least_s(14.0) == math.inf
+
+
+def test_places_have_whole_blocks() -> None:
+    """Four blocks on two places, and as much as three of them outside of blocks, behind them: it may be halved where
+    nothing is said of pieces."""
+    kind = Kind("1f1b")
+    table = Timetable(kind, 2, 16)
+    blocks, head = replace(_whole(4, 16, 0.0)[1], count=4), Part(3.0, 6.0, 0.0, 144.0, first=4, count=1)
+    step = Step(table.at, 16, table.in_flight, math.inf, flow_of(kind, 2, 16))
+    loose_s, ordered_s = step.least_s([replace(blocks, count=0), replace(head, count=0)]), step.least_s([blocks, head])
+    two_s, one_s = (step.least_s([blocks, head], Whole(0, 2, 1, stage)) for stage in (1, 0))
+    assert loose_s <= ordered_s < two_s * 0.9 and one_s == math.inf, "the last piece is in the last stage"
+    assert two_s >= 16 * 15.0, "two blocks and the head on one place"
+
+
+def test_closer_bounds_hold_whatever_runs_again() -> None:
+    """They do not rise by what runs again, which may hide collectives."""
+    kind = Kind("1f1b")
+    table, (head, blocks) = Timetable(kind, 2, 8), _whole(8, 8, 0.0)
+
+    def least_s(closer: float, limit_bytes: float) -> float:
+        parts = [head, replace(blocks, roomy_s=(blocks.backward_s * closer, blocks.step_s * closer))]
+        return Step(table.at, 8, table.in_flight, limit_bytes, flow_of(kind, 2, 8)).least_s(parts)
+
+    assert least_s(1.0, 160.0) * 1.05 < least_s(1.2, 160.0)
+    assert least_s(1.0, 50.0) <= least_s(1.2, 50.0) < 1.2 * least_s(1.0, 50.0) * 0.99

@@ -88,27 +88,8 @@ class Space:
         found = layouts(context.request.cluster, self.axes, context.pieces // self.least_stages)
         if self.deep or all(len(mesh) < 3 for _, mesh in found):
             return found
-        needs = partial(self._needs_three, context, roles.expert_counts(context.whole.program))
-        return [(places, mesh) for places, mesh in found if len(mesh) < 3 or needs(places, mesh)]
-
-    def _needs_three(
-        self, context: SearchContext, experts: Collection[int], places: int, mesh: tuple[int, ...]
-    ) -> bool:
-        """Whether a mesh of three axes may do what none of two can. Its innermost axis lies in a node, and the middle
-        one leaves it (else they might be one). And the outer two, as one, have too few samples for as many microbatches
-        as there are places, or do not divide `experts` that the middle one divides."""
-        outer, middle, inner = mesh
-        if not inner <= context.request.cluster.levels[-1].size < middle * inner:
-            return False
-        microbatches = counts(context.batch, 1 if self._naive else places)
-        return not any(context.batch % (m * outer * middle) == 0 for m in microbatches) or any(
-            n % middle == 0 and n % (outer * middle) for n in experts
-        )
-
-    @property
-    def _naive(self) -> bool:
-        """Whether places run one after the other."""
-        return all(SCHEDULES[kind.schedule].name == "naive" for kind in self.kinds)
+        needs = partial(_needs_three, context, roles.expert_counts(context.whole.program))
+        return [(places, mesh) for places, mesh in found if len(mesh) < 3 or needs(mesh)]
 
     @property
     def least_stages(self) -> int:
@@ -120,7 +101,7 @@ class Space:
         used = self.roles_on(mesh)
         if used is None:
             return
-        if self._naive:
+        if all(SCHEDULES[kind.schedule].name == "naive" for kind in self.kinds):
             yield 1
             return
         if context.sharable:
@@ -134,6 +115,17 @@ class Space:
         return context.rest_bytes / (
             shape.places * math.prod(n for n, role in zip(shape.mesh, used, strict=True) if role is not roles.data)
         )
+
+
+def _needs_three(context: SearchContext, experts: Collection[int], mesh: tuple[int, ...]) -> bool:
+    """Whether a mesh of three axes may do what none of two can: its innermost axis lies in a node, and the middle one
+    leaves it (else they might be one); and there are fewer samples than nodes, or the outer two axes as one do not
+    divide `experts` that the middle one divides."""
+    outer, middle, inner = mesh
+    node, devices = context.request.cluster.levels[-1].size, context.request.cluster.devices
+    if not inner <= node < middle * inner:
+        return False
+    return context.batch * node < devices or any(n % middle == 0 and n % (outer * middle) for n in experts)
 
 
 def _anything(mesh: tuple[int, ...]) -> Used:

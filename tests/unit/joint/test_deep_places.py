@@ -27,9 +27,8 @@ def _deep(cluster: str, batch: int, recipe: str | None = None) -> dict[tuple[int
     return found
 
 
-def test_three_axes_are_searched_where_two_have_too_few_samples() -> None:
-    """Of 16 devices in nodes of 2, two places have 8 each: 2x2x2 is the only mesh whose inner axes leave a node. Two
-    microbatches of two samples are fewer than 4x2 takes."""
+def test_three_axes_are_searched_where_there_are_fewer_samples_than_nodes() -> None:
+    """Of 16 devices in nodes of 2, two places have 8 each: 2x2x2 is the only mesh whose inner axes leave a node."""
     assert _deep("h100:8x2", 4) == {(2, (2, 2, 2)): [2]}
     assert _deep("h100:8x2", 8) == {}
     assert _deep("h100:2x8", 4) == {}

@@ -152,6 +152,22 @@ def fakes_past_modes() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def zeros_without_past() -> Iterator[None]:
+    """A context in which fake tensors are made of tangents that are zero (`_efficientzerotensor`, of forward-mode
+    derivatives) without how these came about. Where one is a view of another, in a derivative of a derivative, torch
+    makes a fake tensor without a past and then refuses it for that."""
+    from torch._subclasses.fake_tensor import FakeTensorConverter
+
+    made = FakeTensorConverter.from_real_tensor
+
+    def from_real_tensor(self: Any, mode: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return made(self, mode, tensor.detach() if tensor._is_zerotensor() else tensor, *args, **kwargs)
+
+    with mock.patch.object(FakeTensorConverter, "from_real_tensor", from_real_tensor):
+        yield
+
+
 class _Callers:
     """The stack without frames of torch, in place of a CapturedTraceback, which torch asks at once."""
 

@@ -16,7 +16,14 @@ from torch.export import ExportedProgram
 from torch.export import export as torch_export
 
 from autopar._torch import pytree, without_fake_cache
-from autopar.capture._torch import export_errors, fakes_past_modes, let_go, quietly, stacks_of_callers
+from autopar.capture._torch import (
+    export_errors,
+    fakes_past_modes,
+    let_go,
+    quietly,
+    stacks_of_callers,
+    zeros_without_past,
+)
 from autopar.capture.autocast import refuse_regions
 from autopar.capture.bags import bags_of_samples
 from autopar.capture.batched import batched
@@ -185,6 +192,7 @@ class _Exporting:
             let_go(),
             fakes_past_modes(),
             stacks_of_callers(),
+            zeros_without_past(),
             on_meta() as regions,
             passing_guards(trial.notes),
             no_new_buffers(model),

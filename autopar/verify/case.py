@@ -26,6 +26,7 @@ from autopar.verify.reference import Keep, Recorded, Results, Second, train_step
 from autopar.verify.second_step import second_batch
 from autopar.verify.step import RankCase
 from passes import facts
+from passes.annotate_memory import annotate_memory
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ def case_of(
 
     check_batch(captured.gm, batch)
     names = Names.of(captured)
-    gm = lift(captured.parted(plan.parted).gm, dtype)
+    # of a dtype: some kernels keep more for the backward than others, which gathers weights that are kept once
+    gm = annotate_memory(lift(captured.parted(plan.parted).gm, dtype))
     notes = keep_all(gm)
     return Case(gm, plan, names, to(weights), to(captured.constants), to(batch), notes, dtype=dtype)
 

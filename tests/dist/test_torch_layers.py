@@ -114,6 +114,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
         nn.MultiheadAttention(WIDTH, 4, batch_first=True), lambda layer, x: layer(x, x, x)[0]
     ),
     "lstm": lambda: First(nn.LSTM(WIDTH, 8, 2, batch_first=True, bidirectional=True), lambda layer, x: layer(x)[0]),
+    "lstm both ways, no gradient of what comes in": lambda: First(  # of floats of 32 bits oneDNN keeps all weights
+        nn.LSTM(WIDTH, 8, batch_first=True, bidirectional=True), lambda layer, x: layer(x.detach())[0] + x
+    ),
     "gru": lambda: First(nn.GRU(WIDTH, 8), lambda layer, x: layer(x.transpose(0, 1))[0].transpose(0, 1), 8),
     "gru both ways, no gradient of what comes in": lambda: First(
         nn.GRU(WIDTH, 8, batch_first=True, bidirectional=True), lambda layer, x: layer(x.detach())[0] + x
@@ -164,6 +167,7 @@ def subject(name: str) -> Subject:
         ("positions first", "1f1b"),
         ("attention with weights", "1f1b"),
         ("lstm", "1f1b"),
+        ("lstm both ways, no gradient of what comes in", "zero3"),
         ("gru", "zero3"),
         ("gru both ways, no gradient of what comes in", "zero3"),
         ("spectral norm", "random 2"),

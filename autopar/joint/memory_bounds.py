@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.joint.effort import Effort
-from autopar.joint.relaxed import Relaxed
 from autopar.joint.relaxed_solving import BOUND_TOLERANCE
 from autopar.joint.relaxed_steps import alone, kept_bytes, of_scope, rests_bytes
 from autopar.joint.remat_bounds import Corner, Hulls, algorithms
@@ -26,7 +25,7 @@ from autopar.joint.search_context import SearchContext
 from autopar.joint.shape_bounds import Alone, Timed, cut_s
 from autopar.joint.timetables import Kind, Timetable, flow_of, timetable
 from autopar.pipeline.memory_bound import Part, Step, Whole, where
-from autopar.pipeline.units import homes, units
+from autopar.pipeline.units import Unit, homes
 from autopar.problem.build import Model
 from autopar.problem.pass_quantities import INPUTS, SHOWN
 from autopar.problem.pass_tables import BACKWARD, PASSES
@@ -64,7 +63,7 @@ class Room:
     def _alone_s(self, here: Alone, *, hosted: bool) -> float:
         """The bound of one stage and one microbatch."""
         table = timetable(Kind("1f1b"), 1, 1)
-        whole_s = _first_s(alone(here.passing, here.plain, math.inf, hosted=hosted))
+        whole_s = cut_s([alone(here.passing, here.plain, math.inf, hosted=hosted)], math.inf, Effort(0), [])
         fewest = here.fewest if self._free else None
         ways = self._ways(here.plain, fewest, frozenset(), 1, math.prod(here.forward.sizes), hosted=hosted)
         parts = [Part(0.0, 0.0, 0.0, whole_s, 0.0, ((0.0, 0.0),))]
@@ -92,7 +91,7 @@ class Room:
         passing, models, m = here.passing, here.models, here.shape.microbatches
         ranks, fewest = math.prod(here.shape.mesh), models.at("full") if self._free else None
         ways = self._ways(models.micro, fewest, here.between or frozenset(), m, ranks, hosted=hosted)
-        pieces = list(_pieces(here, hosted=hosted))
+        pieces = list(_pieces(here, self.context.units, hosted=hosted))
         for scope, own in ways.items():
             inputs_s = sum(
                 float(table.each[BACKWARD, np.isfinite(node.cost_s), INPUTS].min())
@@ -157,13 +156,11 @@ class Room:
         return self._hulls[free]
 
 
-def _pieces(here: Timed, *, hosted: bool) -> Iterator[Part]:
-    """The operators outside of blocks, each at its fastest choice. Operators that share a choice with others are on
-    different places, so that only what is of one piece counts."""
+def _pieces(here: Timed, pieces: Sequence[Unit], *, hosted: bool) -> Iterator[Part]:
+    """Of the `pieces` of the model the operators outside of blocks, each at its fastest choice. Operators that share a
+    choice with others are on different places, so that only what is of one piece counts."""
     micro, once, m = here.models.micro, here.models.once, here.shape.microbatches
-    program = micro.links[0].program
-    pieces = units(program)
-    home = homes(program, pieces)
+    home = homes(micro.links[0].program, pieces)
     seconds = {unit.name: np.zeros(4) for unit in pieces if unit.instance < 0}
     for index, (cluster, table, node) in enumerate(
         zip(micro.clusters, here.passing.nodes, micro.problem.nodes, strict=True)
@@ -213,8 +210,3 @@ def _whole_s(parts: Sequence[Part], step: Step, least_s: float) -> float:
             return 0.0
         found = min(found, step.least_s(parts, Whole(runs[0], most, largest, stage)))
     return found
-
-
-def _first_s(relaxed: Relaxed) -> float:
-    """A lower bound of the seconds of a relaxed step at its first prices."""
-    return cut_s([relaxed], math.inf, Effort(0), [])

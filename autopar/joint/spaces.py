@@ -106,7 +106,7 @@ class Space:
             return
         if context.sharable:
             return
-        ways = math.prod(n for n, role in zip(mesh, used, strict=True) if role in (*roles.BY_SAMPLE, roles.samples))
+        ways = math.prod(n for n, role in zip(mesh, used, strict=True) if role in roles.BY_SAMPLE)
         yield from (m for m in counts(context.batch, max(2, places)) if context.batch % (m * ways) == 0)
 
     def _state_bytes(self, context: SearchContext, shape: Shape) -> float:

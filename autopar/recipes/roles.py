@@ -126,7 +126,7 @@ def check_roles(recipe: str, given: object) -> None:
         )
 
 
-BY_SAMPLE: tuple[Role, ...] = (data, zero3, zero1, zero2)
+BY_SAMPLE: tuple[Role, ...] = (data, zero3, zero1, zero2, samples)
 """Roles that divide the batch by the size of their axis."""
 
 

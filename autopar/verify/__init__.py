@@ -10,8 +10,8 @@ step; then gradients of a second batch accumulated onto these, a second optimize
 
 Where something differs, a second run with probes names the first node whose value differs, or, if all values agree, the
 last one in forward order whose gradient does: the first that the backward got wrong. Sums of values are compared
-(`digest`), so that it takes no more memory than a step. Where only gradients of parameters
-are wrong and the schedule splits backwards, a third run without the split says whether the split is at fault.
+(`digest`), not all values, which take many times the memory of a step. Where only gradients of parameters are wrong and
+the schedule splits backwards, a third run without the split says whether the split is at fault.
 """
 
 from autopar.verify.case import Case, case_of, inputs_of

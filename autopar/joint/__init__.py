@@ -36,6 +36,7 @@ The proof:
     claim_board       the claims in memory that both processes share
     shape_bounds      lower bounds of the plans of one shape
     relaxed           the Lagrangian relaxation of a step: a Problem with additive costs
+    block_chains      reshards between blocks that may have layouts of their own, divided between these
     relaxed_steps     relaxed steps of one stage, of a timetable and of one place
     relaxed_solving   a lower bound of a relaxed step at given dual prices
     price_polytope    the valid dual prices, as rows of a linear program

@@ -5,24 +5,30 @@
     solve     the Problem at these prices (joint.relaxed_solving): a proven bound, and a new solution where that is
               cheaper than all met
 
+Potentials of what is carried from block to block (joint.block_chains) are columns of the master, too: for the rows and
+columns of the solutions met.
+
 Where blocks may run again at several levels, a plan is a mixture of levels, and so are its time and bytes: the lowest
 bound of all levels, at the same price of bytes, holds for it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from autopar.errors import InfeasibleError
+from autopar.joint.block_chains import Potentials
 from autopar.joint.effort import MOST_ROUNDS
 from autopar.joint.price_polytope import Polytope, first_prices
-from autopar.joint.relaxed import Key, Relaxed, Sums
+from autopar.joint.relaxed import NO_POTENTIALS, Key, Relaxed, Sums
 from autopar.joint.relaxed_solving import BOUND_TOLERANCE, Seen
 from autopar.problem.pass_quantities import SHOWN
+from autopar.problem.pass_tables import PASSES
 from autopar.search.model import Linear
 from autopar.search.solver import GLOP, solve
 
@@ -30,7 +36,7 @@ from autopar.search.solver import GLOP, solve
 TINY = 1e-9
 
 DualPrices = dict[Key, np.ndarray]
-Solve = Callable[[int, DualPrices, np.ndarray, float, float], Seen]
+Solve = Callable[[int, DualPrices, np.ndarray, Mapping[int, Potentials], float, float], Seen]
 """As joint.relaxed_solving.Solver is called."""
 
 
@@ -60,18 +66,25 @@ class Cutting:
         if best_s >= cutoff_s:
             return best_s
         for _ in range(rounds):
-            each, bytes_s, most_s = self._master()
-            met, best_s = len(self.choices), max(best_s, self._proven_s(each, bytes_s, most_s, cutoff_s))
+            each, bytes_s, potentials, most_s = self._master()
+            met, best_s = len(self.choices), max(best_s, self._proven_s(each, bytes_s, potentials, most_s, cutoff_s))
             if len(self.choices) == met or best_s >= cutoff_s or best_s >= most_s * (1 - BOUND_TOLERANCE):
                 break
         return best_s
 
-    def _proven_s(self, each: Sequence[DualPrices], bytes_s: np.ndarray, known_s: float, cutoff_s: float) -> float:
+    def _proven_s(
+        self,
+        each: Sequence[DualPrices],
+        bytes_s: np.ndarray,
+        potentials: Mapping[int, Potentials],
+        known_s: float,
+        cutoff_s: float,
+    ) -> float:
         """The bound at given prices. No solution met so far costs less than `known_s` at them."""
         proven_s = math.inf
         for number, (level, prices) in enumerate(zip(self.levels, each, strict=True)):
             try:
-                seen = self.solve(number, prices, bytes_s, known_s, cutoff_s)
+                seen = self.solve(number, prices, bytes_s, potentials, known_s, cutoff_s)
             except InfeasibleError:
                 continue  # nothing is possible at this level
             proven_s = min(proven_s, seen.bound_s)
@@ -82,7 +95,7 @@ class Cutting:
 
     def most_s(self) -> float:
         """The most that any prices prove against the solutions met so far."""
-        return self._master()[2]
+        return self._master()[-1]
 
     def _first_s(self, cutoff_s: float) -> float:
         """Solve levels without a solution at their first prices, because a master needs one of each. The bound that
@@ -93,16 +106,16 @@ class Cutting:
                 proven_s = 0.0
                 continue
             prices, none = first_prices(level.relaxed), np.zeros(len(level.relaxed.rooms))
-            seen = self.solve(number, prices, none, math.inf, cutoff_s)
+            seen = self.solve(number, prices, none, NO_POTENTIALS, math.inf, cutoff_s)
             assert seen.choice is not None, "nothing was known"
             proven_s = min(proven_s, seen.bound_s)
             level.met.append(level.relaxed.sums(seen.choice, prices, none))
             self.choices.append(seen.choice)
         return proven_s
 
-    def _master(self) -> tuple[list[DualPrices], np.ndarray, float]:
-        """The prices of each level, the seconds per byte of each memory limit, and the cost at these of the cheapest
-        solution met."""
+    def _master(self) -> tuple[list[DualPrices], np.ndarray, Mapping[int, Potentials], float]:
+        """The prices of each level, the seconds per byte of each memory limit, the potentials of what the only level
+        carries, and the cost at these of the cheapest solution met."""
         # some passes take nothing: backwards of inference
         unit_s = min(_shown_s(level.relaxed, level.met[0]) for level in self.levels) or 1.0
         model = Linear(1.0, 1.0)
@@ -111,23 +124,24 @@ class Cutting:
         rooms = self.levels[0].relaxed.rooms
         # of filling a memory limit, in units of a step
         price = model.add_columns(np.zeros(len(rooms)), np.zeros(len(rooms)), 1e3)
-        found, rows = [], []
+        found, rows, chains = [], [], list[Chain]()
         for level in self.levels:
             relaxed = level.relaxed
             parts: dict[Key, Polytope] = {}
             for key in relaxed.keys:  # "" is the first one, which others refer to
                 parts[key] = Polytope(model, relaxed, key, parts.get(("", key[1])))
             found.append(parts)
+            chains = [Chain(model, relaxed, t, parts, level.met, unit_s) for t in relaxed.carried]
             for sums in level.met:
                 row = model.add_rows(1, -math.inf, _shown_s(relaxed, sums) / unit_s)
+                for chain in chains:
+                    chain.count(row, *sums.carried[chain.net])
                 rows.append(row)
                 model.add_entries(np.array([row]), least, 1.0)
                 over = np.array([float(each) / room.limit for each, room in zip(sums.over, rooms, strict=True)])
                 model.add_entries(np.full(len(over), row), price, -over)
                 for key, part in parts.items():
-                    values = -relaxed.times[key] * (sums.passes[key] @ part.taken) / unit_s
-                    used = np.flatnonzero(np.abs(values) > TINY)
-                    model.add_entries(np.full(len(used), row), part.columns[used], values[used])
+                    _add(model, row, part, -relaxed.times[key] * relaxed.without_carried(sums, key) / unit_s)
         answer = solve(model, GLOP, integer=False, time_limit_s=5.0)
         assert answer.values is not None and answer.dual is not None, "prices of nothing are always possible"
         values, self.weights = answer.values, np.maximum(0.0, -answer.dual[rows])
@@ -142,12 +156,84 @@ class Cutting:
         bytes_s = np.array(
             [max(0.0, values[column]) * unit_s / room.limit for column, room in zip(price, rooms, strict=True)]
         )
-        return each, bytes_s, -answer.objective * unit_s
+        return each, bytes_s, {chain.net: chain.found(values, unit_s) for chain in chains}, -answer.objective * unit_s
+
+
+class Chain:
+    """The potentials of a carried `net` in the master, in units of `unit_s`: columns for the rows and columns of the
+    solutions `met`, and one for what the chain loses at its ends."""
+
+    def __init__(
+        self,
+        model: Linear,
+        relaxed: Relaxed,
+        net: int,
+        parts: Mapping[Key, Polytope],
+        met: Sequence[Sums],
+        unit_s: float,
+    ) -> None:
+        self.model, self.net, self.blocks = model, net, relaxed.carried[net]
+        rows, columns = (dict.fromkeys(each) for each in zip(*(sums.carried[net] for sums in met), strict=True))
+        self.leaving, self.entering = (
+            dict(zip(rows, self._free(rows), strict=True)),
+            dict(zip(columns, self._free(columns), strict=True)),
+        )
+        self.lost = model.add_columns(np.zeros(1), np.zeros(1), 1e3)
+        table = relaxed.passing.nets[net]
+        keys = [(table.scope, way) for way in PASSES if (table.scope, way) in parts]
+        able = relaxed.between_two_s(net, np.zeros(relaxed.problem.nets[net].cost_s.shape))
+        for row, column in itertools.product(rows, columns):
+            lost = model.add_rows(1, -math.inf, 0.0)
+            self._add(lost, row, column, 1.0)
+            model.add_entries(np.array([lost]), self.lost, -1.0)
+            if math.isinf(able[row, column]):
+                continue
+            took = {
+                key: np.append(relaxed.times[key] * table.each[key[1]][row, column], 0.0) / (self.blocks - 1) / unit_s
+                for key in keys
+            }
+            least = model.add_rows(1, -math.inf, sum(float(each[SHOWN]) for each in took.values()))
+            self._add(least, row, column, 1.0)
+            for key, each in took.items():
+                _add(model, least, parts[key], -each)
+
+    def _free(self, many: Sized) -> list[tuple[int, int]]:
+        """Columns without limits, each as the difference of two."""
+        made = self.model.add_columns(np.zeros(2 * len(many)), np.zeros(2 * len(many)), 1e3)
+        return [(int(more), int(less)) for more, less in made.reshape(-1, 2)]
+
+    def _add(self, at: int, row: int, column: int, times: float) -> None:
+        """Add the potentials of a row and a column to the model's row `at`."""
+        for more, less in (self.leaving[row], self.entering[column]):
+            self.model.add_entries(np.array([at, at]), np.array([more, less]), np.array([times, -times]))
+
+    def count(self, at: int, row: int, column: int) -> None:
+        """Add what all blocks with this row and column take, less what is lost, to the cost of a solution in the
+        model's row `at`."""
+        self._add(at, row, column, -float(self.blocks))
+        self.model.add_entries(np.array([at]), self.lost, 1.0)
+
+    def found(self, values: np.ndarray, unit_s: float) -> Potentials:
+        """The potentials in a solution of the master, in seconds."""
+        leaving, entering = (
+            {at: float(values[more] - values[less]) * unit_s for at, (more, less) in each.items()}
+            for each in (self.leaving, self.entering)
+        )
+        return Potentials(leaving, entering)
+
+
+def _add(model: Linear, row: int, part: Polytope, quantities: np.ndarray) -> None:
+    """Add what the `quantities` of a pass, followed by a 1, take at the prices of `part` to a row of the model."""
+    values = quantities @ part.taken
+    used = np.flatnonzero(np.abs(values) > TINY)
+    model.add_entries(np.full(len(used), row), part.columns[used], values[used])
 
 
 def _shown_s(relaxed: Relaxed, sums: Sums) -> float:
-    """Seconds of a solution without its background collectives."""
-    return sums.own_s + sum(relaxed.times[key] * float(sums.passes[key][SHOWN]) for key in relaxed.keys)
+    """Seconds of a solution without its background collectives, and without what is carried."""
+    return sums.own_s + sum(
+        relaxed.times[key] * float(relaxed.without_carried(sums, key)[SHOWN]) for key in relaxed.keys
+    )
 
 
 def _unit(index: int, size: int) -> np.ndarray:

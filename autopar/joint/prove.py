@@ -22,7 +22,8 @@ The bound of one shape consists of:
     passes    the least seconds of the passes over all choices of layouts, by dual prices from cutting planes
               (joint.relaxed, joint.cutting_planes)
     places    places may have layouts of their own, so each block, and each operator outside of blocks, is bounded
-              alone, with free reshards in between
+              alone. Of the reshards in between, those from block to block are divided between the two where all places
+              count alike (joint.block_chains); others are free
     memory    no plan holds more bytes than the devices have, as the search counts them. On each place, by dividing
               blocks among stages (pipeline.memory_bound); and for the limit of one place, or the mean of several, over
               all choices of layouts: a dual price of bytes weighs what blocks keep against running them again.

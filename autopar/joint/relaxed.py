@@ -16,6 +16,8 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.joint import block_chains
+from autopar.joint.block_chains import Potentials
 from autopar.problem.pass_quantities import COMPUTE, SHOWN
 from autopar.problem.pass_tables import BACKWARD, PASSES, PassTables, Table
 from autopar.problem.types import Net, Node, Problem
@@ -26,6 +28,7 @@ Spans = Mapping[tuple[Key, str], Span]
 """By pass and level of the cluster: the range of (seconds that the pass waits for collectives on the level's links) /
 (seconds that it computes). Level "": for all collectives."""
 ALL: Span = (0.0, math.inf)
+NO_POTENTIALS: Mapping[int, Potentials] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +45,13 @@ class Room:
 @dataclass(frozen=True, eq=False)
 class Sums:
     """One solution: by pass its quantities of problem.pass_tables, followed by a 1 (for constant terms of prices); its
-    seconds outside of passes; its bytes above the limit of each Room (negative: below)."""
+    seconds outside of passes; its bytes above the limit of each Room (negative: below). `carried`: the row and the
+    column of each of `Relaxed.carried`, which `passes` counts as if all blocks had this solution."""
 
     passes: Mapping[Key, np.ndarray]
     own_s: float
     over: np.ndarray
+    carried: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +74,8 @@ class Relaxed:
         again     by scope of blocks that run again, the (seconds, bytes) one of which is added to its backward
                   (joint.remat_bounds)
         fixed_s   a constant
+        chained   whether nets from block to block count, of which each block may have another solution
+                  (joint.block_chains): only where all blocks count alike, wherever they are
     """
 
     passing: PassTables
@@ -79,6 +86,7 @@ class Relaxed:
     spans: Spans = field(default_factory=dict)
     again: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     fixed_s: float = 0.0
+    chained: bool = False
 
     @property
     def problem(self) -> Problem:
@@ -92,6 +100,19 @@ class Relaxed:
             (scope, way) for scope in self.passing.scopes for way in PASSES if self.times.get((scope, way), 0.0) > 0.0
         ]
 
+    @cached_property
+    def carried(self) -> Mapping[int, int]:
+        """The nets, by number, that are divided between neighbours, with how many blocks there are."""
+        return self.passing.carried if self.chained else {}
+
+    def without_carried(self, sums: Sums, key: Key) -> np.ndarray:
+        """The quantities of a pass of `sums` without the nets that are carried."""
+        taken = sums.passes[key].copy()
+        for t, at in sums.carried.items():
+            if self.passing.nets[t].scope == key[0]:
+                taken[:-1] -= self.passing.nets[t].each[key[1]][at]
+        return taken
+
     @property
     def hides(self) -> bool:
         """Whether any collective can be overlapped."""
@@ -103,13 +124,18 @@ class Relaxed:
         """The sums of `choice`. Of each entry of `again`, the pair that is cheapest at these prices is added; without
         prices the first one."""
         passes = {key: np.eye(1, self.passing.width + 1, self.passing.width)[0] for key in self.keys}
+        carried: dict[int, tuple[int, int]] = {}
         own_s, over = self.fixed_s, -np.array([room.limit for room in self.rooms], float)
         for v, c in enumerate(choice):
             own_s += float(self.node_s[v][c])
             over += [float(room.nodes[v][c]) for room in self.rooms]
             _add(passes, self.passing.nodes[v], np.s_[c])
         for t, net in enumerate(self.problem.nets):
+            if t in self.passing.carried and not self.chained:
+                continue
             row = int(net.row[choice[net.producer]])
+            if t in self.carried:
+                carried[t] = row, int(net.uses[0].column[choice[net.uses[0].node]])
             for column in sorted({int(use.column[choice[use.node]]) for use in net.uses}):
                 own_s += float(self.net_s[t][row, column])
                 over += [float(room.nets[t][row, column]) for room in self.rooms]
@@ -120,7 +146,7 @@ class Relaxed:
             )
             passes[scope, BACKWARD][[SHOWN, COMPUTE]] += seconds
             over += [room.times * nbytes for room in self.rooms]
-        return Sums(passes, own_s, over)
+        return Sums(passes, own_s, over, carried)
 
     def _again_s(
         self, scope: str, pair: tuple[float, float], prices: Mapping[Key, np.ndarray], bytes_s: np.ndarray | None
@@ -134,9 +160,14 @@ class Relaxed:
         )
         return second * pair[0] + byte_s * pair[1]
 
-    def costs(self, prices: Mapping[Key, np.ndarray], bytes_s: np.ndarray) -> Costs:
+    def costs(
+        self,
+        prices: Mapping[Key, np.ndarray],
+        bytes_s: np.ndarray,
+        potentials: Mapping[int, Potentials] = NO_POTENTIALS,
+    ) -> Costs:
         """The additive Problem at `prices` of each pass [quantities, then a constant], and at `bytes_s` [rooms] seconds
-        per byte."""
+        per byte. `potentials`: of the nets that are carried."""
         node_s, net_s, up_s = [], [], 0.0
         rooms = [(float(m), room) for m, room in zip(bytes_s, self.rooms, strict=True) if m > 0.0]
         for v, (table, own_s, barred) in enumerate(zip(self.passing.nodes, self.node_s, self._barred, strict=True)):
@@ -151,6 +182,11 @@ class Relaxed:
             node_s.append(cost_s - least_s)
         for t, barred in self._counting.items():
             cost_s = self.net_s[t] + _priced(self.passing.nets[t], prices)
+            if t in self.carried:
+                cost_s, least_s = block_chains.costs(
+                    self.between_two_s(t, cost_s), self.carried[t], potentials.get(t, Potentials())
+                )
+                up_s -= least_s
             for m, room in rooms:
                 cost_s = cost_s + m * room.nets[t]
             cost_s = np.maximum(cost_s, 0.0)
@@ -161,6 +197,11 @@ class Relaxed:
             min(self._again_s(scope, pair, prices, bytes_s) for pair in pairs) for scope, pairs in self.again.items()
         )
         return Costs(node_s, net_s, fixed_s - up_s - over_s)
+
+    def between_two_s(self, net: int, cost_s: np.ndarray) -> np.ndarray:
+        """What one reshard between two blocks takes, where all of a carried net take `cost_s` [rows, columns]."""
+        able = np.isfinite(self.problem.nets[net].cost_s)
+        return np.where(able, cost_s, np.inf) / (self.carried[net] - 1)
 
     def priced(self, costs: Costs) -> Problem:
         """The Problem that has these costs and no memory limit."""
@@ -186,16 +227,18 @@ class Relaxed:
     @cached_property
     def _counting(self) -> dict[int, np.ndarray | None]:
         """The nets, by number, that may cost anything at some prices, each with the mask of its impossible pairs (None:
-        all are possible). Nets between places are left out."""
+        all are possible). Nets between places are left out, but for those that are carried: what a block leaves need
+        not be what it reads itself."""
         barred = {
-            t: _some(np.isinf(net.cost_s))
+            t: _some(np.isinf(net.cost_s)) if t not in self.carried else None
             for t, net in enumerate(self.problem.nets)
-            if t not in (self.passing.between or ())
+            if t not in (self.passing.between or ()) or t in self.carried
         }
         return {
             t: mask
             for t, mask in barred.items()
             if mask is not None
+            or t in self.carried
             or self.passing.nets[t].each.any()
             or self.net_s[t].any()
             or any(room.nets[t].any() for room in self.rooms)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.joint.block_chains import Potentials
 from autopar.joint.relaxed import Key, Relaxed
 from autopar.problem.types import Picks
 from autopar.search import ilp
@@ -39,12 +40,19 @@ class Solver:
         self._recosted: dict[int, Recosted] = {}
 
     def __call__(
-        self, number: int, prices: Mapping[Key, np.ndarray], bytes_s: np.ndarray, known_s: float, cutoff_s: float
+        self,
+        number: int,
+        prices: Mapping[Key, np.ndarray],
+        bytes_s: np.ndarray,
+        potentials: Mapping[int, Potentials],
+        known_s: float,
+        cutoff_s: float,
     ) -> Seen:
-        """A bound for level `number` at `prices` and `bytes_s`. Ends once it reaches `cutoff_s`, or nearly `known_s`,
-        the cost of the best known solution. Raises InfeasibleError where there is no solution."""
+        """A bound for level `number` at `prices`, `bytes_s` and `potentials` (Relaxed.costs). Ends once it reaches
+        `cutoff_s`, or nearly `known_s`, the cost of the best known solution. Raises InfeasibleError where there is no
+        solution."""
         relaxed = self.levels[number]
-        costs = relaxed.costs(prices, bytes_s)
+        costs = relaxed.costs(prices, bytes_s, potentials)
         if number not in self._recosted:
             self._recosted[number] = Recosted(relaxed.priced(costs))
         recosted, known = self._recosted[number], math.isfinite(known_s)

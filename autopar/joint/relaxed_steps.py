@@ -72,6 +72,7 @@ def timed(
         net_s,
         tuple(_held(bytes_of, passing.model, once, table, limit_bytes, between, hosted=hosted)),
         fixed_s=weights.fixed_s,
+        chained=True,
     )
 
 

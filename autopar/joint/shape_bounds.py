@@ -49,6 +49,8 @@ def cut_s(levels: Sequence[Relaxed], cutoff_s: float, effort: Effort, met: Choic
     `met`: known solutions of all levels, to which new ones are added. `cases`: the passes of a single level that are
     divided into cases (joint.wait_cases), if `effort` has any.
     """
+    if len(levels) > 1:  # neighbours may run again at different levels
+        levels = [replace(each, chained=False) for each in levels]
     cutting = Cutting(
         [Level(each, [each.sums(choice) for choice in met]) for each in levels],
         Solver(levels, exact=effort.cases > 0),

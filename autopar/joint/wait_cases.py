@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.joint.cutting_planes import Cutting, DualPrices, Level
+from autopar.joint.cutting_planes import Cutting, Level
 from autopar.joint.effort import MOST_ROUNDS, Effort
 from autopar.joint.relaxed import ALL, Key, Relaxed, Span, Sums
 from autopar.joint.relaxed_solving import Seen
@@ -141,12 +141,12 @@ def _around(case: _Case, key: Key) -> dict[WaitKey, Span]:
 def _least_s(case: _Case, key: Key, spans: Mapping[WaitKey, Span]) -> float:
     """The lower bound of the seconds of one pass, for the mean quantities of the solutions of `case`, if its ratios are
     within `spans`."""
-    relaxed = replace(case.relaxed, times={key: case.relaxed.times[key]}, spans=spans)
+    relaxed = replace(case.relaxed, times={key: case.relaxed.times[key]}, spans=spans, chained=False)
     return Cutting(
         [Level(relaxed, [Sums({key: case.mean[key]}, 0.0, np.zeros(len(relaxed.rooms)))])], _nothing
     ).most_s()
 
 
-def _nothing(number: int, prices: DualPrices, bytes_s: np.ndarray, known_s: float, cutoff_s: float) -> Seen:
+def _nothing(*asked: object) -> Seen:
     """The `solve` of a Cutting whose only solution is given."""
     raise AssertionError("no Problem is solved: the only solution is given")

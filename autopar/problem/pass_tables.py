@@ -72,8 +72,9 @@ class PassTables(Quantities):
     forward        prices of a forward alone on the same mesh
     sums_at_end    sums and gathers of leaves that happen once per step belong to no pass, and are left out
     between        the nets, by number, between pieces that may have layouts of their own, as on different places of
-                   a pipeline (None: no pieces have). Such nets cost nothing here. Background collectives outside of
-                   blocks cost nothing either, because compute of another piece on the same place may overlap them
+                   a pipeline (None: no pieces have). Such nets cost nothing here, but for those that are `carried`.
+                   Background collectives outside of blocks cost nothing either, because compute of another piece on
+                   the same place may overlap them
     linked         whether the tables have LINKS and LATE, for bounds
     """
 
@@ -131,12 +132,21 @@ class PassTables(Quantities):
             self._fill_late()
         for index, table in enumerate(found if self.between is not None else ()):
             if self.between is not None and index in self.between:
-                table.each[:] = 0.0
+                table.each[:] *= index in self.carried
             elif not table.scope:
                 table.each[..., PLAIN : self.waits(0)] = 0.0
                 if self.linked:
                     table.each[..., self.links_behind(0) : self.late_leaf(0, 0)] = 0.0
         return found
+
+    @cached_property
+    def carried(self) -> Mapping[int, int]:
+        """Of the nets `between` pieces those from block to block, by number: how many blocks there are."""
+        return {
+            index: self.program.runs[link.readers[0][0].scope].count
+            for index, link in enumerate(self.model.links)
+            if link.kind == "carry" and index in (self.between or ())
+        }
 
     @cached_property
     def _made(self) -> list[Table]:

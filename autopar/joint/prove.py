@@ -62,6 +62,7 @@ QUICK_ROUNDS = 4
 LOOKS = (
     (True, Effort(0)),
     (True, Effort(QUICK_ROUNDS)),
+    (False, Effort(QUICK_ROUNDS)),
     (False, Effort(MOST_ROUNDS, 128)),
     (False, Effort(MOST_ROUNDS, MOST_CASES)),
 )
@@ -70,7 +71,7 @@ LOOKS = (
 CLOSEST_LOOKS = len(LOOKS)
 """Looks per claim at most where the bound is to be as high as possible."""
 
-GLANCE_LOOKS, CLOSER_LOOKS = 2, 3
+GLANCE_LOOKS, CLOSER_LOOKS = 3, 4
 """Looks per claim at most where proving may take about as long as the search: CLOSER_LOOKS with at most FEW_CLAIMS
 claims, GLANCE_LOOKS with more."""
 

@@ -258,7 +258,8 @@ class Timed:
         and the solutions met."""
         met: Choices = []
         mean_s = cut_s([self.mean(hosted=hosted)], cutoff_s, effort, met, self._cases)
-        return mean_s, self._lengths(self._example(met[-1], hosted=hosted)) if mean_s < cutoff_s else [], met
+        ways = self._lengths(self._example(met[-1], hosted=hosted), quick=not effort.cases) if mean_s < cutoff_s else []
+        return mean_s, ways, met
 
     def _bound_s(
         self, table: Timetable, weights: Least, cutoff_s: float, effort: Effort, met: Choices, *, hosted: bool
@@ -373,9 +374,9 @@ class Timed:
         }
         return [min(took_s[link][hop : hop + spare + 1]) for hop, link in enumerate(hops)]
 
-    def _lengths(self, example: Example) -> list[tuple[Timetable, Least]]:
+    def _lengths(self, example: Example, *, quick: bool) -> list[tuple[Timetable, Least]]:
         """The timetables with the weights that bound their steps best for `example`, the shortest first. On one place,
-        or places that share cores, the mean over places."""
+        or places that share cores, the mean over places. `quick` as in pipeline.makespan_bound."""
         alike = self.shape.places == 1 or self.context.request.cluster.device.alone > 1
         found = [
             (
@@ -388,6 +389,7 @@ class Timed:
                     table.microbatches,
                     example,
                     self.sends_s(table),
+                    quick=quick,
                 ),
             )
             for table in self.tables

@@ -77,11 +77,13 @@ def chain(places: int, alone: float = 1.0) -> Least:
     return Least(1 / speed, 1 / speed, 0.0, 0.0)
 
 
-def least(flow: Flow, stages: int, microbatches: int, example: Example, sends_s: Sequence[float] = ()) -> Least:
+def least(
+    flow: Flow, stages: int, microbatches: int, example: Example, sends_s: Sequence[float] = (), *, quick: bool = False
+) -> Least:
     """The weights for `flow` that give the highest bound for `example`. `sends_s`: the least seconds of a send between
-    each stage and the next (default: 0)."""
+    each stage and the next (default: 0). `quick`: only the first and the last microbatch wait."""
     plain = mean(flow.places, microbatches)
-    wanted = range(len(flow.steps)) if len(flow.steps) <= MOST else outermost(flow)
+    wanted = range(len(flow.steps)) if len(flow.steps) <= MOST and not quick else outermost(flow)
     if len(wanted) > MOST:
         return plain
     program = Program(stages, flow.places, example.forward_s + example.backward_s)

@@ -6,6 +6,7 @@ by samples.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def alignments(gm: fx.GraphModule) -> fx.GraphModule:
 def _by_samples(node: fx.Node) -> fx.Node | None:
     """A CTC loss of a batch as `ops.ctc_each` with its mean or sum; None (the call stays) where targets are in a line
     that cannot be read by samples."""
-    given, call = edit.args_of(node), edit.caller(node)
+    given, call = edit.args_of(node), partial(edit.call, node)
     targets = _rows(node, given["targets"], given["target_lengths"])
     if facts.rank(given["log_probs"]) != 3 or targets is None:
         return None
@@ -56,13 +57,9 @@ def _rows(node: fx.Node, targets: fx.Node, lengths: fx.Node) -> fx.Node | None:
     if facts.shape(labels) != facts.shape(mask) or facts.rank(labels) != 2 or not _counts(lengths, mask):
         return None
     order = edit.call(
-        node.graph,
-        aten.argsort.stable,
-        (edit.cast(mask, torch.int32, like=node),),
-        {"stable": True, "dim": 1, "descending": True},
-        like=node,
+        node, aten.argsort.stable, edit.cast(mask, torch.int32, like=node), stable=True, dim=1, descending=True
     )
-    return edit.call(node.graph, aten.gather.default, (labels, 1, order), like=node)
+    return edit.call(node, aten.gather.default, labels, 1, order)
 
 
 def _counts(lengths: Any, mask: Any) -> bool:

@@ -30,15 +30,10 @@ def bags(gm: fx.GraphModule) -> fx.GraphModule:
         even = _even(given)
         with edit.before(node):
             if even is not None:
-                new = edit.call(gm.graph, ops.bag, (given["weight"], *even, *rest), like=node)
+                new = edit.call(node, ops.bag, given["weight"], *even, *rest)
             else:
                 numbers = given["indices"], given["offsets"], given["per_sample_weights"]
-                new = edit.call(
-                    gm.graph,
-                    ops.ragged_bags,
-                    (given["weight"], *numbers, *rest, given["include_last_offset"]),
-                    like=node,
-                )
+                new = edit.call(node, ops.ragged_bags, given["weight"], *numbers, *rest, given["include_last_offset"])
         edit.replace(result, new)
         for user in list(node.users):
             gm.graph.erase_node(user)

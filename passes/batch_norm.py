@@ -76,7 +76,7 @@ def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.No
     b."""
     x: fx.Node = given["input"]
     dims = [dim for dim in range(facts.rank(x)) if dim != 1]
-    count = edit.product(node.graph, [edit.size(x, dim) for dim in dims], like=node)
+    count = edit.product(node, [edit.size(x, dim) for dim in dims])
     mean = _mean(gm, node, _sum(node, x, dims), count, given, "running_mean")
     centred = _op(node, aten.sub.Tensor, x, edit.cast(mean, facts.dtype(x), like=node))
     # its squares may leave float16's range
@@ -101,7 +101,7 @@ def _instances(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> None
     samples."""
     x = _op(node, aten.detach.default, given["input"])
     dims = list(range(2, facts.rank(x)))
-    count = edit.product(node.graph, [edit.size(x, dim) for dim in dims], like=node)
+    count = edit.product(node, [edit.size(x, dim) for dim in dims])
     mean = _op(node, aten.div.Tensor, _sum(node, x, dims), count)
     centred = _op(node, aten.sub.Tensor, x, mean)
     fewer = count - 1 if isinstance(count, int) else _op(node, operator.sub, count, 1)
@@ -120,7 +120,7 @@ def _sum(node: fx.Node, value: fx.Node, dims: list[int]) -> fx.Node:
     """The sum of `value` over `dims`, which are kept with size 1."""
     wide = torch.promote_types(facts.dtype(value), torch.float32)
     kwargs = {} if wide == facts.dtype(value) else {"dtype": wide}
-    return edit.call(node.graph, aten.sum.dim_IntList, (value, dims, True), kwargs, like=node)
+    return edit.call(node, aten.sum.dim_IntList, value, dims, True, **kwargs)
 
 
 def _mean(
@@ -187,4 +187,4 @@ def _track(gm: fx.GraphModule, node: fx.Node, running: fx.Node, batch: fx.Node, 
 
 def _op(node: fx.Node, target: Callable[..., Any], *args: Any) -> fx.Node:
     """A call with the module and source of `node`, at the insertion point."""
-    return edit.call(node.graph, target, args, like=node)
+    return edit.call(node, target, *args)

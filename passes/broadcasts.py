@@ -49,12 +49,7 @@ def _part(node: fx.Node) -> fx.Node | None:
         return None
     if facts.shape(x) == shape:
         return x
-    return edit.call(
-        node.graph,
-        aten.expand.default,
-        (x, [shape[dim] if i == dim else size for i, size in enumerate(asked)]),
-        like=node,
-    )
+    return edit.call(node, aten.expand.default, x, [shape[dim] if i == dim else size for i, size in enumerate(asked)])
 
 
 def _expanded(tensor: fx.Node, among: list[fx.Node], like: fx.Node) -> fx.Node:
@@ -64,10 +59,7 @@ def _expanded(tensor: fx.Node, among: list[fx.Node], like: fx.Node) -> fx.Node:
     if list(facts.shape(tensor)) == list(shape):
         return tensor
     return edit.call(
-        like.graph,
-        aten.expand.default,
-        (tensor, [_size(among, dim - len(shape), size) for dim, size in enumerate(shape)]),
-        like=like,
+        like, aten.expand.default, tensor, [_size(among, dim - len(shape), size) for dim, size in enumerate(shape)]
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def composed(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _line(operand: fx.Node, like: fx.Node) -> fx.Node:
     """All elements of a tensor in one dim."""
-    return edit.call(like.graph, aten.reshape.default, (operand, [-1]), like=like)
+    return edit.call(like, aten.reshape.default, operand, [-1])
 
 
 def _wide(operand: fx.Node, other: fx.Node, dim: int, like: fx.Node) -> fx.Node:
@@ -36,7 +37,7 @@ def _wide(operand: fx.Node, other: fx.Node, dim: int, like: fx.Node) -> fx.Node:
     if not new:
         return operand
     sizes = [edit.size(other, number) if number in new else -1 for number in range(len(pairs))]
-    return edit.call(like.graph, aten.expand.default, (operand, sizes), like=like)
+    return edit.call(like, aten.expand.default, operand, sizes)
 
 
 def _along(node: fx.Node) -> fx.Node:
@@ -47,17 +48,12 @@ def _along(node: fx.Node) -> fx.Node:
         operand, indices, dim = _line(operand, node), _line(indices, node), 0
     dim %= facts.rank(operand)
     chosen = _wide(operand, indices, dim, node), dim, _wide(indices, operand, dim, node)
-    return edit.call(node.graph, aten.gather.default, chosen, like=node)
+    return edit.call(node, aten.gather.default, *chosen)
 
 
 def _taken(node: fx.Node) -> fx.Node:
     """torch.take: elements by their position in the flattened tensor."""
-    return edit.call(
-        node.graph,
-        aten.index.Tensor,
-        (_line(edit.args_of(node)["self"], node), [edit.args_of(node)["index"]]),
-        like=node,
-    )
+    return edit.call(node, aten.index.Tensor, _line(edit.args_of(node)["self"], node), [edit.args_of(node)["index"]])
 
 
 def _rotated(node: fx.Node) -> fx.Node:
@@ -66,8 +62,8 @@ def _rotated(node: fx.Node) -> fx.Node:
     operand, (first, second), quarters = given["self"], given["dims"], given["k"] % 4
     reversed_dims: list[int] = [[], [second], [first, second], [first]][quarters]
     if reversed_dims:
-        operand = edit.call(node.graph, aten.flip.default, (operand, reversed_dims), like=node)
-    return edit.call(node.graph, aten.transpose.int, (operand, first, second), like=node) if quarters % 2 else operand
+        operand = edit.call(node, aten.flip.default, operand, reversed_dims)
+    return edit.call(node, aten.transpose.int, operand, first, second) if quarters % 2 else operand
 
 
 def _diagonal_blocks(node: fx.Node) -> fx.Node | None:
@@ -79,13 +75,11 @@ def _diagonal_blocks(node: fx.Node) -> fx.Node | None:
         return None
     for each, size in zip(matrices, sizes, strict=True):
         if facts.rank(each) < 2:
-            each = edit.call(node.graph, aten.reshape.default, (each, [1, size]), like=node)
+            each = edit.call(node, aten.reshape.default, each, [1, size])
         each = edit.cast(each, facts.dtype(node), like=node)
-        rows.append(
-            edit.call(node.graph, aten.constant_pad_nd.default, (each, [before, total - before - size]), like=node)
-        )
+        rows.append(edit.call(node, aten.constant_pad_nd.default, each, [before, total - before - size]))
         before += size
-    return edit.call(node.graph, aten.cat.default, (rows, 0), like=node)
+    return edit.call(node, aten.cat.default, rows, 0)
 
 
 def _meshed(node: fx.Node) -> None:
@@ -102,15 +96,15 @@ def _meshed(node: fx.Node) -> None:
         assert user.target is operator.getitem and isinstance(number, int)
         alone = [-1 if dim == order.index(number) else 1 for dim in range(len(order))]
         with edit.before(user):
-            dim = edit.call(node.graph, aten.reshape.default, (vectors[number], alone), like=user)
-            edit.replace(user, edit.call(node.graph, aten.expand.default, (dim, sizes), like=user))
+            dim = edit.call(user, aten.reshape.default, vectors[number], alone)
+            edit.replace(user, edit.call(user, aten.expand.default, dim, sizes))
 
 
 def _distance(node: fx.Node) -> fx.Node:
     """torch.dist: the norm of the difference."""
     given = edit.args_of(node)
-    difference = edit.call(node.graph, aten.sub.Tensor, (given["self"], given["other"]), like=node)
-    return edit.call(node.graph, aten.linalg_vector_norm.default, (difference, given["p"]), like=node)
+    difference = edit.call(node, aten.sub.Tensor, given["self"], given["other"])
+    return edit.call(node, aten.linalg_vector_norm.default, difference, given["p"])
 
 
 def _inner(node: fx.Node) -> fx.Node | None:
@@ -118,35 +112,33 @@ def _inner(node: fx.Node) -> fx.Node | None:
     given = edit.args_of(node)
     if facts.dtype(node).is_complex:
         return None
-    product = edit.call(node.graph, aten.mul.Tensor, (given["x"], given["y"]), like=node)
-    return edit.call(node.graph, aten.sum.dim_IntList, (product, [given["dim"]]), like=node)
+    product = edit.call(node, aten.mul.Tensor, given["x"], given["y"])
+    return edit.call(node, aten.sum.dim_IntList, product, [given["dim"]])
 
 
 def _sorted(node: fx.Node) -> fx.Node:
     """msort: the values of `sort` along the first dim."""
-    both = edit.call(node.graph, aten.sort.default, (edit.args_of(node)["self"], 0), like=node)
-    return edit.call(node.graph, operator.getitem, (both, 0), like=node)
+    both = edit.call(node, aten.sort.default, edit.args_of(node)["self"], 0)
+    return edit.call(node, operator.getitem, both, 0)
 
 
 def _diagonal(node: fx.Node) -> fx.Node:
     """diagflat: a matrix with all elements of the operand on a diagonal."""
     given = edit.args_of(node)
-    return edit.call(node.graph, aten.diag_embed.default, (_line(given["self"], node), given["offset"]), like=node)
+    return edit.call(node, aten.diag_embed.default, _line(given["self"], node), given["offset"])
 
 
 def _its_diagonal(node: fx.Node) -> fx.Node:
     """linalg.diagonal: `diagonal` of the two given dims, by default the last two."""
     given = edit.args_of(node)
-    return edit.call(
-        node.graph, aten.diagonal.default, (given["A"], given["offset"], given["dim1"], given["dim2"]), like=node
-    )
+    return edit.call(node, aten.diagonal.default, given["A"], given["offset"], given["dim1"], given["dim2"])
 
 
 def _grid(node: fx.Node) -> fx.Node | None:
     """affine_grid: the coordinates of pixels times each sample's matrix. None (the call stays) where height or width is
     symbolic."""
     given = edit.args_of(node)
-    theta, sizes, call = given["theta"], given["size"][2:], edit.caller(node)
+    theta, sizes, call = given["theta"], given["size"][2:], partial(edit.call, node)
     if not all(isinstance(size, int) for size in sizes):
         return None
     alone = [[size if dim == own else 1 for dim in range(len(sizes))] for own, size in enumerate(sizes)]
@@ -166,9 +158,9 @@ def _places(size: int, corners: bool, node: fx.Node) -> fx.Node:
     else the centres of `size` equal intervals."""
     dtype = {"dtype": facts.dtype(node)}
     if size == 1:
-        return edit.call(node.graph, aten.zeros.default, ([1],), dtype, like=node)
+        return edit.call(node, aten.zeros.default, [1], **dtype)
     end = 1.0 if corners else (size - 1) / size
-    return edit.call(node.graph, aten.linspace.default, (-end, end, size), dtype, like=node)
+    return edit.call(node, aten.linspace.default, -end, end, size, **dtype)
 
 
 COMPOSED: dict[Any, Callable[[fx.Node], fx.Node | None]] = {

@@ -28,17 +28,10 @@ def _correlation(node: fx.Node) -> fx.Node | None:
     if not _is_plain(operand):
         return None
     found = _products(operand, 1, node)
-    deviation = edit.call(
-        node.graph, aten.sqrt.default, (edit.call(node.graph, aten.diagonal.default, (found,), like=node),), like=node
-    )
+    deviation = edit.call(node, aten.sqrt.default, edit.call(node, aten.diagonal.default, found))
     for dim in (1, 0):
-        found = edit.call(
-            node.graph,
-            aten.div.Tensor,
-            (found, edit.call(node.graph, aten.unsqueeze.default, (deviation, dim), like=node)),
-            like=node,
-        )
-    return edit.call(node.graph, aten.clamp.default, (found, -1, 1), like=node)
+        found = edit.call(node, aten.div.Tensor, found, edit.call(node, aten.unsqueeze.default, deviation, dim))
+    return edit.call(node, aten.clamp.default, found, -1, 1)
 
 
 def _is_plain(operand: fx.Node) -> bool:
@@ -48,21 +41,12 @@ def _is_plain(operand: fx.Node) -> bool:
 
 def _products(operand: fx.Node, correction: int, node: fx.Node) -> fx.Node:
     """Products of the variables with each other, over as many observations as there are, less `correction`."""
-    mean = edit.call(node.graph, aten.mean.dim, (operand, [1], True), like=node)
-    left = edit.call(node.graph, aten.sub.Tensor, (operand, mean), like=node)
-    product = edit.call(
-        node.graph,
-        aten.matmul.default,
-        (left, edit.call(node.graph, aten.transpose.int, (left, 0, 1), like=node)),
-        like=node,
-    )
+    mean = edit.call(node, aten.mean.dim, operand, [1], True)
+    left = edit.call(node, aten.sub.Tensor, operand, mean)
+    product = edit.call(node, aten.matmul.default, left, edit.call(node, aten.transpose.int, left, 0, 1))
     count = edit.size(operand, 1)
-    number = (
-        count - correction
-        if isinstance(count, int)
-        else edit.call(node.graph, operator.sub, (count, correction), like=node)
-    )
-    return edit.call(node.graph, aten.div.Tensor, (product, number), like=node)
+    number = count - correction if isinstance(count, int) else edit.call(node, operator.sub, count, correction)
+    return edit.call(node, aten.div.Tensor, product, number)
 
 
 COVARIANCES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {

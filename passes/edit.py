@@ -4,8 +4,8 @@ A new node gets its value by running its op on the fake values of its arguments 
 sizes stay symbolic. Example: replace `relu(x)` by `x * (x > 0)`:
 
     with before(node):
-        mask = call(node.graph, aten.gt.Scalar, (x, 0), like=node)
-        replace(node, call(node.graph, aten.mul.Tensor, (x, mask), like=node))
+        mask = call(node, aten.gt.Scalar, x, 0)
+        replace(node, call(node, aten.mul.Tensor, x, mask))
 """
 
 from __future__ import annotations
@@ -38,19 +38,13 @@ def after(node: fx.Node) -> AbstractContextManager[None]:
     return node.graph.inserting_after(node)
 
 
-def call(
-    graph: fx.Graph,
-    target: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
-    *,
-    like: fx.Node,
-) -> fx.Node:
-    """New `call_function` node at the graph's insertion point; module path and source line are those of `like`.
+def call(like: fx.Node, target: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> fx.Node:
+    """New `call_function` node at the insertion point of the graph of `like`, with its module path and source line.
 
     Its `meta["val"]` is computed from the values of its arguments. Raises KeyError when an argument has none.
     """
-    node = graph.call_function(target, args, kwargs or {})
+    assert callable(target), f"{like.name} calls no function: {target}"
+    node = like.graph.call_function(target, args, kwargs)
     for key in COPIED_META:
         if key in like.meta:
             node.meta[key] = like.meta[key]
@@ -58,14 +52,9 @@ def call(
     return node
 
 
-def caller(like: fx.Node) -> Callable[..., fx.Node]:
-    """`call` for many nodes `like` one, in its graph: a function of the target and its arguments."""
-    return lambda target, *args, **kwargs: call(like.graph, target, args, kwargs, like=like)
-
-
 def cast(node: fx.Node, dtype: torch.dtype, *, like: fx.Node) -> fx.Node:
     """The tensor `node` in `dtype`: itself, or a new `to` at the graph's insertion point."""
-    return node if facts.dtype(node) == dtype else call(node.graph, aten.to.dtype, (node, dtype), like=like)
+    return node if facts.dtype(node) == dtype else call(like, aten.to.dtype, node, dtype)
 
 
 def infer(node: fx.Node) -> Any:
@@ -161,10 +150,10 @@ def size(node: fx.Node, dim: int) -> int | fx.Node:
         return value
     if value.node.is_constant():
         return int(value)
-    return call(node.graph, aten.sym_size.int, (node, dim % node.meta["val"].dim()), like=node)
+    return call(node, aten.sym_size.int, node, dim % node.meta["val"].dim())
 
 
-def product(graph: fx.Graph, sizes: list[int | fx.Node], *, like: fx.Node) -> int | fx.Node:
+def product(like: fx.Node, sizes: list[int | fx.Node]) -> int | fx.Node:
     """Product of sizes that may be symbolic: one int, or a chain of multiplications (at the insertion point)."""
     static = 1
     result: fx.Node | None = None
@@ -172,10 +161,10 @@ def product(graph: fx.Graph, sizes: list[int | fx.Node], *, like: fx.Node) -> in
         if isinstance(item, int):
             static *= item
         else:
-            result = item if result is None else call(graph, operator.mul, (result, item), like=like)
+            result = item if result is None else call(like, operator.mul, result, item)
     if result is None:
         return static
-    return result if static == 1 else call(graph, operator.mul, (result, static), like=like)
+    return result if static == 1 else call(like, operator.mul, result, static)
 
 
 def calls(gm: fx.GraphModule, *targets: Callable[..., Any]) -> Iterator[fx.Node]:

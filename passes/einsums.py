@@ -115,14 +115,14 @@ def _narrowed(node: fx.Node, terms: Sequence[Term], term: Term, out: str) -> Ter
     lone = _lone(terms, term, out)
     gone = _stretched(terms, term)
     if gone:
-        operand, letters = edit.call(node.graph, aten.squeeze.dims, (operand, gone), like=node), _without(letters, gone)
+        operand, letters = edit.call(node, aten.squeeze.dims, operand, gone), _without(letters, gone)
     dims = [dim for dim, letter in enumerate(letters) if letter in lone]
     if not dims:
         return operand, letters
     left = _without(letters, dims)
     if len(set(letters)) < len(letters):  # the sum of a diagonal
-        return edit.call(node.graph, aten.einsum.default, (f"{letters}->{left}", [operand]), like=node), left
-    return edit.call(node.graph, aten.sum.dim_IntList, (operand, dims), like=node), left
+        return edit.call(node, aten.einsum.default, f"{letters}->{left}", [operand]), left
+    return edit.call(node, aten.sum.dim_IntList, operand, dims), left
 
 
 def _pairwise(node: fx.Node, terms: list[Term], out: str) -> fx.Node:
@@ -136,7 +136,7 @@ def _pairwise(node: fx.Node, terms: list[Term], out: str) -> fx.Node:
         terms = [term for place, term in enumerate(terms) if place not in step]
         wanted = set(out).union(*(letters for _, letters in terms))
         kept = "".join(letter for letter in order if letter in one + other and letter in wanted)
-        product = edit.call(node.graph, aten.einsum.default, (f"{one},{other}->{kept}", [first, second]), like=node)
+        product = edit.call(node, aten.einsum.default, f"{one},{other}->{kept}", [first, second])
         terms.insert(len(terms) if path else 0, (product, kept))
     ((product, _),) = terms
     return product

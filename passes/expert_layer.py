@@ -37,10 +37,10 @@ def called(layer: Layer, like: fx.Node) -> fx.Node:
     """The layer as a call at the insertion point, with the dtype of `like` and its dims, of which those of tokens may
     be flattened."""
     tokens = _apart(layer.hidden, layer.chosen, layer.gates)
-    new = edit.call(like.graph, ops.experts, (*tokens, *layer.weights), like=like)
+    new = edit.call(like, ops.experts, *tokens, *layer.weights)
     if layer.bias is not None:
-        more = edit.call(like.graph, ops.bag, (layer.bias, *tokens[1:]), like=like)
-        new = edit.call(like.graph, aten.add.Tensor, (new, more), like=like)
+        more = edit.call(like, ops.bag, layer.bias, *tokens[1:])
+        new = edit.call(like, aten.add.Tensor, new, more)
     new = edit.cast(new, facts.dtype(like), like=like)
     return new if facts.rank(like) == facts.rank(new) else flat(new)
 
@@ -64,17 +64,13 @@ def _apart(*flat: fx.Node) -> tuple[fx.Node, ...]:
 
 def flat(node: fx.Node) -> fx.Node:
     """`node [..., d]` as `[n, d]`, at the insertion point."""
-    return (
-        node
-        if facts.rank(node) == 2
-        else edit.call(node.graph, aten.reshape.default, (node, [-1, edit.size(node, -1)]), like=node)
-    )
+    return node if facts.rank(node) == 2 else edit.call(node, aten.reshape.default, node, [-1, edit.size(node, -1)])
 
 
 def in_front(target: Any, node: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
     """`target(node, ...)` of flattened tokens `[n, d]`, at the insertion point. Where `node` is a flattening, the call
     is made on its operand and flattened after."""
-    return flat(edit.call(node.graph, target, (flattened(node) or node, *args), kwargs, like=node))
+    return flat(edit.call(node, target, flattened(node) or node, *args, **kwargs))
 
 
 def uncast(node: Any) -> Any:
@@ -100,15 +96,8 @@ def together(tensors: list[fx.Node], each: int, like: fx.Node) -> fx.Node:
             cut.args == (whole, 0, number) for number, cut in enumerate(cuts)
         ):
             return whole
-    stacked = edit.call(like.graph, aten.stack.default, (tensors,), like=like)
-    sizes = [edit.size(stacked, dim) for dim in range(1, facts.rank(stacked))]
-    return (
-        stacked
-        if each == 1
-        else edit.call(
-            like.graph,
-            aten.reshape.default,
-            (stacked, [len(tensors) // each, each * sizes[0], *sizes[1:]]),  # type: ignore[operator]
-            like=like,
-        )
-    )
+    stacked = edit.call(like, aten.stack.default, tensors)
+    if each == 1:
+        return stacked
+    sizes: list[Any] = [edit.size(stacked, dim) for dim in range(1, facts.rank(stacked))]
+    return edit.call(like, aten.reshape.default, stacked, [len(tensors) // each, each * sizes[0], *sizes[1:]])

@@ -72,7 +72,7 @@ def expert_loops(gm: fx.GraphModule) -> fx.GraphModule:
                 parts.insert(0, start)
             new = parts[0]
             for part in parts[1:]:
-                new = edit.call(gm.graph, aten.add.Tensor, (new, part), like=node)
+                new = edit.call(node, aten.add.Tensor, new, part)
         put(node, new)
         edit.drop_dead(gm)
     return edit.finish(gm)
@@ -167,7 +167,7 @@ def _one_layer(terms: list[_Term]) -> Gates | None:
 def _parts(terms: list[_Term], gates: Gates, like: fx.Node) -> Iterator[fx.Node]:
     """The calls of `ops.experts` whose sum the terms (in order of experts) compute, at the insertion point: one, or
     where dropout follows each expert's layers, one for each of the k choices of a token."""
-    graph, dropped = like.graph, terms[0].expert.dropped
+    dropped = terms[0].expert.dropped
     layer = _layer(terms, gates, like)
     choices = facts.shape(layer.chosen)[-1]
     if dropped is None:
@@ -176,12 +176,12 @@ def _parts(terms: list[_Term], gates: Gates, like: fx.Node) -> Iterator[fx.Node]
     for rank in range(int(choices)):
         chosen, weights = (flat(column(node, rank, like)) for node in (layer.chosen, layer.gates))
         part = called(replace(layer, chosen=chosen, gates=weights), like)
-        yield edit.call(graph, dropped.target, (part, *dropped.args[1:]), dict(dropped.kwargs), like=dropped)  # type: ignore[arg-type]
+        yield edit.call(dropped, dropped.target, part, *dropped.args[1:], **dropped.kwargs)
 
 
 def _layer(terms: list[_Term], gates: Gates, like: fx.Node) -> Layer:
     """The Layer of these terms (in order of experts), with weights stacked at the insertion point."""
-    some, graph = terms[0], like.graph
+    some = terms[0]
     experts = [term.expert for term in terms]
     first = [linear for expert in experts for linear in expert.first]
     each = len(some.expert.first)
@@ -192,8 +192,8 @@ def _layer(terms: list[_Term], gates: Gates, like: fx.Node) -> Layer:
     chosen, weights = choice(some.mask, gates, like)
     # no expert is called by a number below 0, and rows are sorted by number
     if not in_range(some.mask.chosen, len(terms)):
-        none = edit.call(graph, aten.lt.Scalar, (chosen, 0), like=like)
-        chosen = edit.call(graph, aten.masked_fill.Scalar, (chosen, none, len(terms)), like=like)
+        none = edit.call(like, aten.lt.Scalar, chosen, 0)
+        chosen = edit.call(like, aten.masked_fill.Scalar, chosen, none, len(terms))
     inner_bias = [together(biases, each, like)] if biases else []
     return Layer(
         flat(some.expert.hidden),
@@ -209,7 +209,5 @@ def _stacked(weights: list[fx.Node], each: int, *, turned: bool, like: fx.Node) 
     has `each` of them, whose results are concatenated."""
     if not turned or each == 1:
         found = together(weights, each, like)
-        return found if turned else edit.call(like.graph, aten.transpose.int, (found, 1, 2), like=like)
-    return edit.call(
-        like.graph, aten.cat.default, ([together(weights[place::each], 1, like) for place in range(each)], 2), like=like
-    )
+        return found if turned else edit.call(like, aten.transpose.int, found, 1, 2)
+    return edit.call(like, aten.cat.default, [together(weights[place::each], 1, like) for place in range(each)], 2)

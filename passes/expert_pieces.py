@@ -143,7 +143,7 @@ class _Pieces:
 
     def _made(self, nodes: Sequence[fx.Node]) -> fx.Node:
         """`whole` for the results of equal operators on all sections."""
-        graph, some = self.like.graph, nodes[0]
+        some = nodes[0]
         assert self.split is not None and self.counts is not None
         if some.target is operator.getitem and some.args[0] is self.split:
             return self.split.args[0]  # type: ignore[return-value]
@@ -153,20 +153,19 @@ class _Pieces:
                 together([node.args[1] for node in nodes], 1, some),  # type: ignore[misc]
             )
             if some.target is aten.linear.default:
-                weights = edit.call(graph, aten.transpose.int, (weights, 1, 2), like=some)
-            return edit.call(graph, ops.grouped_matmul, (rows, weights, self._ends), like=some)
+                weights = edit.call(some, aten.transpose.int, weights, 1, 2)
+            return edit.call(some, ops.grouped_matmul, rows, weights, self._ends)
         return edit.call(
-            graph,
-            some.target,  # type: ignore[arg-type]
-            tuple(self._all([node.args[place] for node in nodes], some) for place in range(len(some.args))),
-            dict(some.kwargs),
-            like=some,
+            some,
+            some.target,
+            *(self._all([node.args[place] for node in nodes], some) for place in range(len(some.args))),
+            **some.kwargs,
         )
 
     @cached_property
     def _ends(self) -> fx.Node:
         """The number of rows up to the end of each section."""
-        return edit.call(self.like.graph, aten.cumsum.default, (self.counts, 0), like=self.like)
+        return edit.call(self.like, aten.cumsum.default, self.counts, 0)
 
     def _all(self, operands: Sequence[Any], like: fx.Node) -> Any:
         """The operand, on all rows, of an operator whose operands on sections are `operands`."""
@@ -176,11 +175,12 @@ class _Pieces:
             return self.whole(operands)
         rows = edit.size(self.split.args[0], 0)  # type: ignore[union-attr, arg-type]
         return edit.call(
-            self.like.graph,
+            like,
             aten.repeat_interleave.self_Tensor,
-            (together(list(operands), 1, like), self.counts, 0),
-            {"output_size": rows},
-            like=like,
+            together(list(operands), 1, like),
+            self.counts,
+            0,
+            output_size=rows,
         )
 
 

@@ -161,11 +161,7 @@ def _layer(total: _Sum) -> Layer | None:
 
 def _joined(tensors: list[fx.Node], dim: int) -> fx.Node:
     """The concatenation of `tensors` along `dim`, at the insertion point."""
-    return (
-        tensors[0]
-        if len(tensors) == 1
-        else edit.call(tensors[0].graph, aten.cat.default, (tensors, dim), like=tensors[0])
-    )
+    return tensors[0] if len(tensors) == 1 else edit.call(tensors[0], aten.cat.default, tensors, dim)
 
 
 def _cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:

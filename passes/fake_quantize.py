@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def _of_channels(node: fx.Node) -> fx.Node | None:
 
 def _written(node: fx.Node, given: dict[str, Any], scale: fx.Node | float, zero: fx.Node | int) -> fx.Node:
     """The formula. Where n is in range, `x - x.detach()` is added, which is zero and has the gradient of `x`."""
-    do, operand, dtype = edit.caller(node), given["self"], facts.dtype(node)
+    do, operand, dtype = partial(edit.call, node), given["self"], facts.dtype(node)
     values = _values(operand, node)
     wide = do(aten.to.dtype, values, torch.float32) if dtype.itemsize < 4 else values
     inverse = do(aten.reciprocal.default, scale) if isinstance(scale, fx.Node) else _single(1 / scale)
@@ -70,12 +71,12 @@ def _written(node: fx.Node, given: dict[str, Any], scale: fx.Node | float, zero:
 
 def _values(operand: fx.Node, node: fx.Node) -> fx.Node:
     """The operand without its gradient."""
-    return edit.call(node.graph, aten.detach.default, (operand,), like=node)
+    return edit.call(node, aten.detach.default, operand)
 
 
 def _shaped(operand: fx.Node, sizes: list[int], node: fx.Node) -> fx.Node:
     """The operand reshaped to `sizes`."""
-    return edit.call(node.graph, aten.reshape.default, (operand, sizes), like=node)
+    return edit.call(node, aten.reshape.default, operand, sizes)
 
 
 def _single(number: float) -> float:

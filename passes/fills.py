@@ -28,7 +28,7 @@ def fills(gm: fx.GraphModule) -> fx.GraphModule:
         which = _of_rows(mask, facts.shape(node))
         if which is not None:
             with edit.before(node):
-                _fill(node, target, edit.call(gm.graph, aten.squeeze.dim, (which, -1), like=node), source)
+                _fill(node, target, edit.call(node, aten.squeeze.dim, which, -1), source)
     for node in edit.calls(gm, aten.index_put.default):
         given = edit.args_of(node)
         if not given["accumulate"] and len(given["indices"]) == 1 and _is_mask(given["indices"][0], facts.shape(node)):
@@ -41,7 +41,7 @@ def _fill(node: fx.Node, target: Any, places: fx.Node, source: Any) -> None:
     """Replaces `node` by `ops.fill_rows` where `source` has the same number of rows for each sample."""
     rows = _by_samples(source, facts.shape(node))
     if rows is not None:
-        edit.replace(node, edit.call(node.graph, ops.fill_rows, (target, places, rows), like=node))
+        edit.replace(node, edit.call(node, ops.fill_rows, target, places, rows))
 
 
 def _is_mask(index: Any, shape: tuple[facts.Size, ...]) -> bool:

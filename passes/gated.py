@@ -120,14 +120,14 @@ def _without_last(node: Any, dims: int) -> fx.Node:
 
 def choice(mask: Mask, gates: Gates, like: fx.Node) -> tuple[fx.Node, fx.Node]:
     """The chosen experts and the gates, each `[n, k]`, at the insertion point."""
-    graph, chosen, weights = like.graph, mask.chosen, gates.node
+    chosen, weights = mask.chosen, gates.node
     if not mask.ranked:
         chosen, weights = _one(chosen, like), weights if weights is None or gates.all else _one(weights, like)
     if weights is None:
-        weights = edit.call(graph, aten.ones_like.default, (chosen,), {"dtype": facts.dtype(like)}, like=like)
+        weights = edit.call(like, aten.ones_like.default, chosen, dtype=facts.dtype(like))
     elif gates.all:
         weights, chosen = _apart(weights, chosen)
-        weights = edit.call(graph, aten.gather.default, (weights, facts.rank(chosen) - 1, chosen), like=like)
+        weights = edit.call(like, aten.gather.default, weights, facts.rank(chosen) - 1, chosen)
     return flat(chosen), flat(weights)
 
 
@@ -135,7 +135,7 @@ def _one(node: fx.Node, like: fx.Node) -> fx.Node:
     """`node [...]` as `[..., 1]`; where it is cut from flattened tokens, cut from the unflattened ones."""
     cut = edit.call_of(node, aten.select.int)
     if cut is None or cut.args[1] not in (1, -1) or flattened(cut.args[0]) is None:
-        return edit.call(node.graph, aten.unsqueeze.default, (node, -1), like=like)
+        return edit.call(like, aten.unsqueeze.default, node, -1)
     return column(cut.args[0], int(cut.args[2]) % int(facts.shape(cut.args[0])[-1]), like)  # type: ignore[arg-type]
 
 
@@ -143,7 +143,7 @@ def column(node: fx.Node, place: int, like: fx.Node) -> fx.Node:
     """Column `place`, `[..., 1]`, of `node [..., k]`, at the insertion point; taken before a flattening if there is
     one."""
     source = flattened(node) or node
-    return edit.call(node.graph, aten.slice.Tensor, (source, facts.rank(source) - 1, place, place + 1), like=like)
+    return edit.call(like, aten.slice.Tensor, source, facts.rank(source) - 1, place, place + 1)
 
 
 def _apart(weights: fx.Node, chosen: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -151,5 +151,5 @@ def _apart(weights: fx.Node, chosen: fx.Node) -> tuple[fx.Node, fx.Node]:
     chosen, weights = flattened(chosen) or chosen, flattened(weights) or weights
     if facts.shape(weights)[:-1] != facts.shape(chosen)[:-1]:
         sizes = [*(edit.size(chosen, dim) for dim in range(facts.rank(chosen) - 1)), edit.size(weights, -1)]
-        weights = edit.call(weights.graph, aten.reshape.default, (weights, sizes), like=weights)
+        weights = edit.call(weights, aten.reshape.default, weights, sizes)
     return weights, chosen

@@ -23,16 +23,16 @@ def grouped(gm: fx.GraphModule) -> fx.GraphModule:
             if str(node.target) in GROUPED_MATMULS:
                 rows, weights, ends, *rest = [*node.args, *node.kwargs.values()]
                 if not any(item is not None for item in rest):
-                    edit.replace(node, edit.call(gm.graph, ops.grouped_matmul, (rows, weights, ends), like=node))
+                    edit.replace(node, edit.call(node, ops.grouped_matmul, rows, weights, ends))
             elif node.target is aten.histc.default and (numbers := _integers(node)) is not None:
-                counts = edit.call(gm.graph, ops.count_each, (numbers, node.args[1]), like=node)
+                counts = edit.call(node, ops.count_each, numbers, node.args[1])
                 edit.replace(node, edit.cast(counts, facts.dtype(node), like=node))
             elif (
                 node.target is aten.bincount.default
                 and edit.args_of(node)["weights"] is None
                 and facts.shape(node) == (edit.args_of(node)["minlength"],)
             ):
-                counts = edit.call(gm.graph, ops.count_each, (node.args[0], facts.shape(node)[0]), like=node)
+                counts = edit.call(node, ops.count_each, node.args[0], facts.shape(node)[0])
                 edit.replace(node, edit.cast(counts, facts.dtype(node), like=node))
     return edit.finish(gm)
 

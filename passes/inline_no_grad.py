@@ -84,7 +84,7 @@ def _detached(result: Any, region: fx.Node) -> Any:
     if not isinstance(result, fx.Node) or not facts.is_float(result):
         return result
     with edit.before(region):
-        return edit.call(region.graph, aten.detach.default, (result,), like=result)
+        return edit.call(result, aten.detach.default, result)
 
 
 def _hand_out(region: fx.Node, results: list[Any]) -> None:

@@ -66,24 +66,22 @@ def _written_in_place(node: fx.Node) -> None:
     if not twins or not isinstance(out, fx.Node):
         raise ValueError(f"{facts.where(node)}: {target} changes its operands and has no functional twin")
     with edit.before(node):
-        result = edit.call(node.graph, twins[0], node.args, kwargs, like=node)
-        written = edit.call(node.graph, aten.copy_.default, (out, result), like=node)
+        result = edit.call(node, twins[0], *node.args, **kwargs)
+        written = edit.call(node, aten.copy_.default, out, result)
     edit.replace(node, written)
 
 
 def _masked_diagonal(node: fx.Node) -> None:
     """`fill_diagonal_` of a matrix as `masked_fill_` where the row number equals the column number. It stays where the
     diagonal wraps in a tall matrix."""
-    given, graph = edit.args_of(node), node.graph
+    given = edit.args_of(node)
     x = given["self"]
     if facts.rank(x) != 2 or given["wrap"]:
         return
     with edit.before(node):
-        rows, columns = (edit.call(graph, aten.arange.default, (edit.size(x, dim),), like=node) for dim in (0, 1))
-        mask = edit.call(
-            graph, aten.eq.Tensor, (edit.call(graph, aten.unsqueeze.default, (rows, 1), like=node), columns), like=node
-        )
-        filled = edit.call(graph, aten.masked_fill_.Scalar, (x, mask, given["fill_value"]), like=node)
+        rows, columns = (edit.call(node, aten.arange.default, edit.size(x, dim)) for dim in (0, 1))
+        mask = edit.call(node, aten.eq.Tensor, edit.call(node, aten.unsqueeze.default, rows, 1), columns)
+        filled = edit.call(node, aten.masked_fill_.Scalar, x, mask, given["fill_value"])
     edit.replace(node, filled)
 
 
@@ -148,7 +146,7 @@ def _turned(node: fx.Node, base: fx.Node) -> None:
     """Operators that change the metadata of a tensor and not its memory (squeeze_, detach_): later uses read the
     functional result, other views are unaffected."""
     with edit.before(node):
-        new = edit.call(node.graph, functional(node), node.args, like=node)
+        new = edit.call(node, functional(node), *node.args)
     edit.redirect_later(base, new, behind=node)
     edit.replace(node, new)
 
@@ -240,7 +238,7 @@ def _write_back(node: fx.Node, chain: list[fx.Node], new: fx.Node) -> tuple[fx.N
     edit.redirect_later(chain[-1], whole, behind=node)
     for view, value in zip(chain[-2::-1], reversed(written), strict=True):
         with edit.before(node):
-            seen = edit.call(view.graph, view.target, (seen, *view.args[1:]), dict(view.kwargs), like=view)  # type: ignore[arg-type]
+            seen = edit.call(view, view.target, seen, *view.args[1:], **view.kwargs)
         seen.meta[HELD] = value
         edit.redirect_later(view, seen, behind=node)
     return seen, whole
@@ -281,21 +279,21 @@ def _twin(node: fx.Node, base: fx.Node) -> fx.Node:
     target = node.target
     if target is aten.copy_.default:
         # what it is now: it may change later, and what was read before stays
-        result = edit.call(node.graph, aten.clone.default, (node.args[1],), like=node)
+        result = edit.call(node, aten.clone.default, node.args[1])
     elif target is aten.zero_.default:
-        result = edit.call(node.graph, aten.zeros_like.default, (base,), like=node)
+        result = edit.call(node, aten.zeros_like.default, base)
     elif target is aten.fill_.Scalar:
-        result = edit.call(node.graph, aten.full_like.default, (base, node.args[1]), like=node)
+        result = edit.call(node, aten.full_like.default, base, node.args[1])
     else:
         args = node.args
         if target is aten.bernoulli_.float:  # whose twin has no default
             args = (node.args[0], edit.args_of(node)["p"])
-        result = edit.call(node.graph, functional(node), args, dict(node.kwargs), like=node)
+        result = edit.call(node, functional(node), *args, **node.kwargs)
     result = edit.cast(result, facts.dtype(base), like=node)
     if facts.shape(result) != facts.shape(base):
         sizes = [edit.size(base, dim) for dim in range(facts.rank(base))]
-        result = edit.call(node.graph, aten.expand.default, (result, sizes), like=node)
-    return edit.call(node.graph, aten.detach.default, (result,), like=node) if node.meta.get("no_grad") else result
+        result = edit.call(node, aten.expand.default, result, sizes)
+    return edit.call(node, aten.detach.default, result) if node.meta.get("no_grad") else result
 
 
 TWINS: dict[Any, Callable[..., Any]] = {

@@ -6,6 +6,7 @@ partial sums; the quotient is taken of the reduced ones."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,26 +55,26 @@ def _nll(node: fx.Node) -> fx.Node | None:
 def _split_cross_entropy(node: fx.Node, logits: fx.Node, given: dict[str, Any], smoothing: float) -> fx.Node:
     """A cross-entropy of logits against class numbers, as `ops.cross_entropy_sum` (a mean: divided by the valid labels)
     or `ops.cross_entropy_each`."""
-    labels, reduction, graph = given["target"], given["reduction"], node.graph
+    labels, reduction = given["target"], given["reduction"]
     given = {**given, "weight": _summed(given["weight"], given, node)}
     options = (given["ignore_index"], smoothing, *([] if given["weight"] is None else [given["weight"]]))
     if facts.rank(logits) > 2:  # [n, v, ...]: classes last
-        logits = edit.call(graph, aten.movedim.int, (logits, 1, -1), like=node)
+        logits = edit.call(node, aten.movedim.int, logits, 1, -1)
     if reduction == NONE:
-        return edit.call(graph, ops.cross_entropy_each, (logits, labels, *options), like=node)
+        return edit.call(node, ops.cross_entropy_each, logits, labels, *options)
     logits, labels = _unflattened(logits, labels)
-    total = edit.call(graph, ops.cross_entropy_sum, (_summed(logits, given, node), labels, *options), like=node)
+    total = edit.call(node, ops.cross_entropy_sum, _summed(logits, given, node), labels, *options)
     return total if reduction == SUM else _over_valid(node, total, labels, given)
 
 
 def _over_valid(node: fx.Node, total: fx.Node, labels: fx.Node, given: dict[str, Any]) -> fx.Node:
     """`total` divided by the number of labels that are not ignored, or by the sum of the weights of their classes."""
-    graph, ignored, weight = node.graph, given["ignore_index"], given["weight"]
+    ignored, weight = given["ignore_index"], given["weight"]
     if weight is None:
-        count = edit.call(graph, ops.count_valid, (labels, ignored), {"dtype": facts.dtype(total)}, like=node)
+        count = edit.call(node, ops.count_valid, labels, ignored, dtype=facts.dtype(total))
     else:
-        count = edit.call(graph, ops.weigh_valid, (labels, weight, ignored), like=node)
-    return edit.cast(edit.call(graph, aten.div.Tensor, (total, count), like=node), facts.dtype(node), like=node)
+        count = edit.call(node, ops.weigh_valid, labels, weight, ignored)
+    return edit.cast(edit.call(node, aten.div.Tensor, total, count), facts.dtype(node), like=node)
 
 
 def _summed(x: Any, given: dict[str, Any], node: fx.Node) -> Any:
@@ -89,7 +90,7 @@ def _summed(x: Any, given: dict[str, Any], node: fx.Node) -> Any:
 def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
     """A cross-entropy against class probabilities as plain operators, as torch computes it. Its mean is over positions,
     with or without class weights."""
-    logits, wanted, weight, graph = given["self"], given["target"], given["weight"], node.graph
+    logits, wanted, weight = given["self"], given["target"], given["weight"]
     dim = min(1, facts.rank(logits) - 1)
     classes = facts.shape(logits)[dim]
     if not isinstance(classes, int):
@@ -98,7 +99,7 @@ def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
         logits, wanted = _unflattened(logits, wanted, 0)
         dim = facts.rank(logits) - 1
     logits, wanted, weight = (_summed(x, given, node) for x in (logits, wanted, weight))
-    call = edit.caller(node)
+    call = partial(edit.call, node)
     if given["label_smoothing"] > 0:
         wanted = call(
             aten.add.Scalar,
@@ -121,7 +122,7 @@ def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
     if given["reduction"] == SUM:
         return total
     sizes = [edit.size(logits, d) for d in range(facts.rank(logits)) if d != dim]
-    return edit.cast(call(aten.div.Tensor, total, edit.product(graph, sizes, like=node)), facts.dtype(node), like=node)
+    return edit.cast(call(aten.div.Tensor, total, edit.product(node, sizes)), facts.dtype(node), like=node)
 
 
 def _unflattened(logits: fx.Node, labels: fx.Node, beside: int = 1) -> tuple[fx.Node, fx.Node]:
@@ -149,19 +150,19 @@ def _mean(node: fx.Node) -> fx.Node | None:
     other = shape != facts.shape(operand)[: len(shape)]  # the other operands are larger
     if facts.dtype(terms) == torch.float16 and not other:
         # their sum would be in float16: the pass `means` takes it in float32
-        return edit.call(node.graph, aten.mean.default, (terms,), like=node)
+        return edit.call(node, aten.mean.default, terms)
     node.graph.erase_node(terms)
     if other:
         return None
     total = _reduced(node, given, SUM)
-    count = edit.product(node.graph, [edit.size(operand, dim) for dim in range(len(shape))], like=node)
-    return edit.call(node.graph, aten.div.Tensor, (total, count), like=node)
+    count = edit.product(node, [edit.size(operand, dim) for dim in range(len(shape))])
+    return edit.call(node, aten.div.Tensor, total, count)
 
 
 def _reduced(node: fx.Node, given: dict[str, Any], reduction: int) -> fx.Node:
     """The loss `node` with another reduction."""
     args, kwargs = edit.given_by_name(node, {**given, "reduction": reduction})
-    return edit.call(node.graph, node.target, args, kwargs, like=node)  # type: ignore[arg-type]  # an operator
+    return edit.call(node, node.target, *args, **kwargs)
 
 
 MEANS = (

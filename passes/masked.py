@@ -120,14 +120,14 @@ def zeroed(rows: fx.Node, mask: fx.Node, node: fx.Node, zero: float = 0) -> fx.N
     """`rows`, with `zero` in the rows that the mask does not select."""
     wide = widened(mask, rows, node)
     if facts.dtype(rows) == torch.bool:
-        return edit.call(node.graph, aten.logical_and.default, (wide, rows), like=node)
-    return edit.call(node.graph, aten.where.ScalarOther, (wide, rows, zero), like=node)
+        return edit.call(node, aten.logical_and.default, wide, rows)
+    return edit.call(node, aten.where.ScalarOther, wide, rows, zero)
 
 
 def widened(mask: fx.Node, rows: fx.Node, node: fx.Node) -> fx.Node:
     """`mask` with as many dims as `rows`."""
     for dim in range(facts.rank(mask), facts.rank(rows)):
-        mask = edit.call(node.graph, aten.unsqueeze.default, (mask, dim), like=node)
+        mask = edit.call(node, aten.unsqueeze.default, mask, dim)
     return mask
 
 
@@ -152,7 +152,7 @@ def _pointwise(node: fx.Node, known: Known) -> Whole | None:
         return None
     if (found := _operands(node, known, node.args)) is None:
         return None
-    return Whole(edit.call(node.graph, node.target, tuple(found[0]), dict(node.kwargs), like=node), found[1])  # type: ignore[arg-type]
+    return Whole(edit.call(node, node.target, *found[0], **node.kwargs), found[1])
 
 
 def _power(node: fx.Node, known: Known) -> Whole | None:
@@ -172,7 +172,7 @@ def _first(node: fx.Node, known: Known) -> Whole | None:
     if (found := _operands(node, known, node.args[:1])) is None:
         return None
     return Whole(
-        edit.call(node.graph, node.target, (found[0][0], *node.args[1:]), dict(node.kwargs), like=node),  # type: ignore[arg-type]
+        edit.call(node, node.target, found[0][0], *node.args[1:], **node.kwargs),
         found[1],
     )
 
@@ -196,7 +196,7 @@ def _along(node: fx.Node, known: Known, *, new: int = 0) -> Whole | None:
         node,
         {name: by_name.get(value, value) if isinstance(value, fx.Node) else value for name, value in values.items()},
     )
-    return Whole(edit.call(node.graph, node.target, args, kwargs, like=node), mask)  # type: ignore[arg-type]
+    return Whole(edit.call(node, node.target, *args, **kwargs), mask)
 
 
 def _added(node: fx.Node, known: Known) -> Whole | None:
@@ -225,7 +225,7 @@ def _terms(node: fx.Node, known: Known) -> Whole | None:
             for name, value in {**given, "reduction": NONE}.items()
         },
     )
-    return Whole(edit.call(node.graph, node.target, args, kwargs, like=node), found[1])  # type: ignore[arg-type]
+    return Whole(edit.call(node, node.target, *args, **kwargs), found[1])
 
 
 def _loss(node: fx.Node, known: Known) -> fx.Node | None:
@@ -236,7 +236,7 @@ def _loss(node: fx.Node, known: Known) -> fx.Node | None:
 
 def _of_classes(node: fx.Node, known: Known) -> fx.Node | None:
     """A classification loss of selected rows and labels: labels that are not selected become `ignore_index`."""
-    given, graph = edit.args_of(node), node.graph
+    given = edit.args_of(node)
     logits, labels = given["self"], given["target"]
     if (
         facts.is_float(labels)
@@ -249,11 +249,11 @@ def _of_classes(node: fx.Node, known: Known) -> fx.Node | None:
     (rows, chosen), mask = found
     chosen = zeroed(chosen, mask, node, given["ignore_index"])
     if facts.rank(mask) > 1:
-        count = edit.product(graph, [edit.size(chosen, dim) for dim in range(facts.rank(mask))], like=node)
-        rows = edit.call(graph, aten.reshape.default, (rows, [count, edit.size(rows, facts.rank(rows) - 1)]), like=node)
-        chosen = edit.call(graph, aten.reshape.default, (chosen, [count]), like=node)
+        count = edit.product(node, [edit.size(chosen, dim) for dim in range(facts.rank(mask))])
+        rows = edit.call(node, aten.reshape.default, rows, [count, edit.size(rows, facts.rank(rows) - 1)])
+        chosen = edit.call(node, aten.reshape.default, chosen, [count])
     args, kwargs = edit.given_by_name(node, {**given, "self": rows, "target": chosen})
-    return edit.call(graph, node.target, args, kwargs, like=node)  # type: ignore[arg-type]
+    return edit.call(node, node.target, *args, **kwargs)
 
 
 def _sum(node: fx.Node, known: Known) -> fx.Node | None:
@@ -281,19 +281,17 @@ def _over(node: fx.Node, known: Known, *, mean: bool) -> fx.Node | None:
 def _together(node: fx.Node, found: Whole, dims: list[int] | None, *, mean: bool) -> fx.Node:
     """The sum over all rows, along `dims` of the selected rows (which include the first; None: all dims); with `mean`
     divided by the number of selected elements. 16-bit rows are summed in float32."""
-    graph, rank, result = node.graph, facts.rank(found.rows), facts.dtype(node)
+    rank, result = facts.rank(found.rows), facts.dtype(node)
     rest = [dim + found.more for dim in dims[1:]] if dims is not None else list(range(found.more + 1, rank))
     over = [*range(found.more + 1), *rest]
     wide = torch.float32 if result in _NARROW else result
     terms = zeroed(found.rows, found.mask, node)
-    total = edit.call(graph, aten.sum.dim_IntList, (terms, over), {"dtype": wide}, like=node)
+    total = edit.call(node, aten.sum.dim_IntList, terms, over, dtype=wide)
     if mean:
-        picked = edit.call(
-            graph, aten.sum.dim_IntList, (found.mask, list(range(found.more + 1))), {"dtype": wide}, like=node
-        )
-        beside = edit.product(graph, [edit.size(found.rows, dim) for dim in rest], like=node)
-        count = edit.call(graph, aten.mul.Tensor, (picked, beside), like=node) if beside != 1 else picked
-        total = edit.call(graph, aten.div.Tensor, (total, count), like=node)
+        picked = edit.call(node, aten.sum.dim_IntList, found.mask, list(range(found.more + 1)), dtype=wide)
+        beside = edit.product(node, [edit.size(found.rows, dim) for dim in rest])
+        count = edit.call(node, aten.mul.Tensor, picked, beside) if beside != 1 else picked
+        total = edit.call(node, aten.div.Tensor, total, count)
     return edit.cast(total, result, like=node)
 
 

@@ -30,7 +30,7 @@ def _linear(node: fx.Node) -> fx.Node | None:
     given = edit.args_of(node)
     if given["bias"] is None:
         return None
-    product = edit.call(node.graph, aten.linear.default, (given["input"], given["weight"]), like=node)
+    product = edit.call(node, aten.linear.default, given["input"], given["weight"])
     return added(node, product, given["bias"])
 
 
@@ -48,8 +48,8 @@ def _product(node: fx.Node, left: Any, right: Any) -> fx.Node:
     """`left @ right`, as a linear when `right` is a transposed matrix."""
     weight = _transposed(right)
     if weight is not None:
-        return edit.call(node.graph, aten.linear.default, (left, weight), like=node)
-    return edit.call(node.graph, aten.matmul.default, (left, right), like=node)
+        return edit.call(node, aten.linear.default, left, weight)
+    return edit.call(node, aten.matmul.default, left, right)
 
 
 def _transposed(node: Any) -> fx.Node | None:
@@ -72,7 +72,7 @@ def _addmm(node: fx.Node) -> fx.Node:
 def _baddbmm(node: fx.Node) -> fx.Node:
     """As `_addmm`, for batches of matrices."""
     given = edit.args_of(node)
-    product = edit.call(node.graph, aten.bmm.default, (given["batch1"], given["batch2"]), like=node)
+    product = edit.call(node, aten.bmm.default, given["batch1"], given["batch2"])
     return added(node, scaled(node, product, given["alpha"]), given["self"], given["beta"])
 
 
@@ -83,9 +83,9 @@ def _convolution(node: fx.Node) -> fx.Node | None:
     if bias is None:
         return None
     args, kwargs = edit.given_by_name(node, {**given, "bias": None})
-    result = edit.call(node.graph, node.target, args, kwargs, like=node)  # type: ignore[arg-type]  # an operator
+    result = edit.call(node, node.target, *args, **kwargs)
     spatial = facts.rank(given["weight"]) - 2
-    channels = edit.call(node.graph, aten.reshape.default, (bias, [-1] + [1] * spatial), like=node)
+    channels = edit.call(node, aten.reshape.default, bias, [-1] + [1] * spatial)
     return added(node, result, channels)
 
 
@@ -93,14 +93,14 @@ def scaled(node: fx.Node, value: Any, factor: Any) -> Any:
     """`value` times `factor`, a number or one of the graph, in front of `node`."""
     if not isinstance(factor, fx.Node) and factor == 1:
         return value
-    return edit.call(node.graph, aten.mul.Tensor, (value, factor), like=node)
+    return edit.call(node, aten.mul.Tensor, value, factor)
 
 
 def added(node: fx.Node, value: fx.Node, bias: Any, factor: Any = 1) -> fx.Node:
     """`value` and `bias`, as often as `factor` says, in front of `node`."""
     if not isinstance(factor, fx.Node) and factor == 0:
         return value
-    return edit.call(node.graph, aten.add.Tensor, (value, scaled(node, bias, factor)), like=node)
+    return edit.call(node, aten.add.Tensor, value, scaled(node, bias, factor))
 
 
 SPLITS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {

@@ -31,7 +31,7 @@ def _quotient(node: fx.Node) -> fx.Node:
     narrow = result == torch.float16
     keywords = {"dtype": torch.float32} if narrow else {"dtype": given["dtype"]} if given["dtype"] else {}
     args = (operand, dims, given.get("keepdim", False))
-    total = edit.call(node.graph, aten.sum.dim_IntList, args, keywords, like=node)
-    count = edit.product(node.graph, [edit.size(operand, dim) for dim in dims], like=node)
-    mean = edit.call(node.graph, aten.div.Tensor, (total, count), like=node)
+    total = edit.call(node, aten.sum.dim_IntList, *args, **keywords)
+    count = edit.product(node, [edit.size(operand, dim) for dim in dims])
+    mean = edit.call(node, aten.div.Tensor, total, count)
     return edit.cast(mean, result, like=node)

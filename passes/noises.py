@@ -54,7 +54,7 @@ def noises(gm: fx.GraphModule) -> fx.GraphModule:
         for node, (x, noise) in found:
             keep, source = _share(x)
             with edit.before(node):
-                edit.replace(node, edit.call(gm.graph, ops.noised, (source, noise, keep), like=node))
+                edit.replace(node, edit.call(node, ops.noised, source, noise, keep))
         gm.meta["noises"] = wanted
     return edit.finish(gm)
 

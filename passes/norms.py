@@ -155,9 +155,7 @@ def _replace(found: _Norm) -> None:
     last = product if weighted and product is not None else last
     width = facts.shape(rows)[-1]
     with edit.before(last):
-        new = edit.call(
-            last.graph, aten.rms_norm.default, (rows, [width], weight if weighted else None, found.eps), like=found.node
-        )
+        new = edit.call(found.node, aten.rms_norm.default, rows, [width], weight if weighted else None, found.eps)
     edit.replace(last, new)
 
 

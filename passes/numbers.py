@@ -62,11 +62,5 @@ def _spelled(node: fx.Node) -> fx.Node | None:
     if more or node.kwargs or not isinstance(number, (int, float)) or isinstance(number, bool):
         return None
     target, first = SPELLED[node.target]
-    apart = edit.call(
-        node.graph,
-        aten.full.default,
-        ([1] * facts.rank(node), float(number)),
-        {"dtype": facts.dtype(node)},
-        like=node,
-    )
-    return edit.call(node.graph, target, (apart, value) if first else (value, apart), like=node)
+    apart = edit.call(node, aten.full.default, [1] * facts.rank(node), float(number), dtype=facts.dtype(node))
+    return edit.call(node, target, *((apart, value) if first else (value, apart)))

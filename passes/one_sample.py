@@ -152,7 +152,7 @@ def _make(node: fx.Node, symbol: sympy.Symbol, made: dict[fx.Node, fx.Node | int
         made[node] = node
         return
     with edit.before(node):
-        made[node] = edit.call(node.graph, node.target, args, kwargs, like=node)  # type: ignore[arg-type]  # map_arg gives what it was given: a tuple and a dict
+        made[node] = edit.call(node, node.target, *args, **kwargs)
 
 
 def _expand(one: fx.Node | int, node: fx.Node, symbol: sympy.Symbol, owner: fx.Node) -> fx.Node:
@@ -163,10 +163,10 @@ def _expand(one: fx.Node | int, node: fx.Node, symbol: sympy.Symbol, owner: fx.N
     sizes: list[fx.Node | int] = [count if n == 1 else -1 for n in each]
     flat = [dim for dim, n in enumerate(each) if n is not None and n != 1]
     for dim in flat:
-        one = edit.call(node.graph, aten.unsqueeze.default, (one, dim), like=node)
+        one = edit.call(node, aten.unsqueeze.default, one, dim)
         sizes.insert(dim, count)
-    wide = edit.call(node.graph, aten.expand.default, (one, sizes), like=node)
-    return edit.call(node.graph, aten.reshape.default, (wide, reshape_sizes(wide, node)), like=node) if flat else wide
+    wide = edit.call(node, aten.expand.default, one, sizes)
+    return edit.call(node, aten.reshape.default, wide, reshape_sizes(wide, node)) if flat else wide
 
 
 def _draw(node: fx.Node, symbol: sympy.Symbol, owner: fx.Node) -> None:
@@ -177,6 +177,6 @@ def _draw(node: fx.Node, symbol: sympy.Symbol, owner: fx.Node) -> None:
         1 if _expression(size) == symbol else asked for size, asked in zip(facts.value(node).shape, given, strict=True)
     ]
     with edit.before(node):
-        one = edit.call(node.graph, aten.zeros.default, (sizes,), {"dtype": facts.dtype(node)}, like=node)
-        new = edit.call(node.graph, DRAWN[node.target], (_expand(one, node, symbol, owner),), like=node)
+        one = edit.call(node, aten.zeros.default, sizes, dtype=facts.dtype(node))
+        new = edit.call(node, DRAWN[node.target], _expand(one, node, symbol, owner))
     edit.replace(node, new)

@@ -155,7 +155,7 @@ class _Own:
 
             args, kwargs = map_arg((self._in(value.args, dtype), self._in(value.kwargs, dtype)), wider)
             with edit.after(value):
-                again = edit.call(value.graph, value.target, args, kwargs, like=value)  # type: ignore[arg-type]  # an operator
+                again = edit.call(value, value.target, *args, **kwargs)
             self.casts[value, dtype] = again
         return self.casts[value, dtype] if _dtype(self.casts[value, dtype]) == dtype else self._cast(value, dtype, user)
 
@@ -165,9 +165,7 @@ class _Own:
         made = value.op == "call_function"
         if not made or (value, dtype) not in self.casts:
             with edit.after(value) if made else edit.before(user):
-                self.casts[value, dtype] = edit.call(
-                    value.graph, aten.to.dtype, (value, dtype), like=value if made else user
-                )
+                self.casts[value, dtype] = edit.call(value if made else user, aten.to.dtype, value, dtype)
         return self.casts[value, dtype]
 
     def _hold(self) -> None:

@@ -30,7 +30,7 @@ def products(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _einsum(node: fx.Node, equation: str, *operands: fx.Node) -> fx.Node:
     """An einsum of `operands`, at the insertion point."""
-    return edit.call(node.graph, aten.einsum.default, (equation, list(operands)), like=node)
+    return edit.call(node, aten.einsum.default, equation, list(operands))
 
 
 def _summed(node: fx.Node, left: fx.Node, right: fx.Node, pairs: Sequence[tuple[int, int]]) -> fx.Node:
@@ -54,7 +54,7 @@ def _inner(node: fx.Node) -> fx.Node:
     """torch.inner: a sum over the last dims of both; a scalar operand multiplies the other."""
     left, right = edit.tensor_operands(node)
     if not (facts.shape(left) and facts.shape(right)):
-        return edit.call(node.graph, aten.mul.Tensor, (left, right), like=node)
+        return edit.call(node, aten.mul.Tensor, left, right)
     return _summed(node, left, right, [(-1, -1)])
 
 
@@ -94,9 +94,7 @@ def _chain(node: fx.Node) -> fx.Node:
         if stop - first == 1:
             return factors[first]
         _, middle = least(bounds, first, stop)
-        return edit.call(
-            node.graph, aten.matmul.default, (multiplied(first, middle), multiplied(middle, stop)), like=node
-        )
+        return edit.call(node, aten.matmul.default, multiplied(first, middle), multiplied(middle, stop))
 
     return multiplied(0, len(factors))
 

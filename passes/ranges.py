@@ -117,10 +117,10 @@ def _turned(found: _Indexed, x: fx.Node, dims: list[int], node: fx.Node) -> fx.N
     rank, at = facts.rank(x), found.first
     order = [*range(at), *(at + dims.index(dim) for dim in sorted(dims)), *range(at + len(dims), rank)]
     if order != list(range(rank)):
-        x = edit.call(node.graph, aten.permute.default, (x, order), like=node)
+        x = edit.call(node, aten.permute.default, x, order)
     for dim in range(found.rank):
         if dim not in dims:
-            x = edit.call(node.graph, aten.unsqueeze.default, (x, at + dim), like=node)
+            x = edit.call(node, aten.unsqueeze.default, x, at + dim)
     return x
 
 
@@ -136,18 +136,16 @@ def _taken(found: _Indexed, number: int, node: fx.Node) -> fx.Node | None:
         return _taken_flat(found, number, free, node)
     for dim in reversed(range(missing, found.rank)):
         if dim not in kept:
-            index = edit.call(node.graph, aten.squeeze.dim, (index, dim - missing), like=node)
+            index = edit.call(node, aten.squeeze.dim, index, dim - missing)
     at, along = found.first, found.first + number
     index = _from_front(index, edit.size(found.x, along), node)
     if kept == free:  # the same positions for all
-        one = index if free else edit.call(node.graph, aten.unsqueeze.default, (index, 0), like=node)
-        x = edit.call(node.graph, aten.index_select.default, (found.x, along, one), like=node)
+        one = index if free else edit.call(node, aten.unsqueeze.default, index, 0)
+        x = edit.call(node, aten.index_select.default, found.x, along, one)
     else:
-        x = edit.call(
-            node.graph, aten.gather.default, (found.x, along, _spread(found, index, kept, free, along, node)), like=node
-        )
+        x = edit.call(node, aten.gather.default, found.x, along, _spread(found, index, kept, free, along, node))
     if not free:
-        return _turned(found, edit.call(node.graph, aten.squeeze.dim, (x, along), like=node), found.named, node)
+        return _turned(found, edit.call(node, aten.squeeze.dim, x, along), found.named, node)
     return _turned(found, x, [*found.named[: along - at], *free, *found.named[along - at :]], node)
 
 
@@ -159,9 +157,7 @@ def _taken_flat(found: _Indexed, number: int, free: list[int], node: fx.Node) ->
         return None
     first = free[0] - (found.rank - facts.rank(index))
     sizes = [edit.size(index, dim) for dim in range(facts.rank(index))]
-    flat = edit.call(
-        node.graph, aten.reshape.default, (index, [*sizes[:first], -1, *sizes[first + less + 1 :]]), like=node
-    )
+    flat = edit.call(node, aten.reshape.default, index, [*sizes[:first], -1, *sizes[first + less + 1 :]])
     own = tuple(dim if dim is None or dim < free[0] else dim - less for dim in found.own)
     indices = (*found.indices[:number], flat, *found.indices[number + 1 :])
     taken = _taken(replace(found, indices=indices, own=own, rank=found.rank - less), number, node)
@@ -170,7 +166,7 @@ def _taken_flat(found: _Indexed, number: int, free: list[int], node: fx.Node) ->
     at = found.first + free[0]
     around = [edit.size(taken, dim) for dim in range(facts.rank(taken))]
     sizes = [*around[:at], *sizes[first : first + less + 1], *around[at + 1 :]]
-    return edit.call(node.graph, aten.reshape.default, (taken, sizes), like=node)
+    return edit.call(node, aten.reshape.default, taken, sizes)
 
 
 def _from_front(index: fx.Node, size: int | fx.Node, node: fx.Node) -> fx.Node:
@@ -178,9 +174,9 @@ def _from_front(index: fx.Node, size: int | fx.Node, node: fx.Node) -> fx.Node:
     take them."""
     if _counts(index):
         return index
-    below = edit.call(node.graph, aten.lt.Scalar, (index, 0), like=node)
-    other = edit.call(node.graph, aten.add.Tensor, (index, size), like=node)
-    return edit.call(node.graph, aten.where.self, (below, other, index), like=node)
+    below = edit.call(node, aten.lt.Scalar, index, 0)
+    other = edit.call(node, aten.add.Tensor, index, size)
+    return edit.call(node, aten.where.self, below, other, index)
 
 
 def _counts(index: Any) -> bool:
@@ -200,11 +196,11 @@ def _spread(found: _Indexed, index: fx.Node, kept: list[int], free: list[int], a
     dims = [*found.named[:at], *(free or [-1]), *found.named[at:]]  # of the block, for each indexed dim of x
     order = [kept.index(dim) for dim in dims if dim in kept]
     if order != list(range(len(order))):
-        index = edit.call(node.graph, aten.permute.default, (index, order), like=node)
+        index = edit.call(node, aten.permute.default, index, order)
     shape = facts.shape(found.x)
     has = [False] * found.first + [dim in kept for dim in dims] + [False] * (len(shape) - found.first - len(dims))
     for dim, there in enumerate(has):
         if not there:
-            index = edit.call(node.graph, aten.unsqueeze.default, (index, dim), like=node)
+            index = edit.call(node, aten.unsqueeze.default, index, dim)
     sizes = [-1 if there or dim == along else edit.size(found.x, dim) for dim, there in enumerate(has)]
-    return edit.call(node.graph, aten.expand.default, (index, sizes), like=node)
+    return edit.call(node, aten.expand.default, index, sizes)

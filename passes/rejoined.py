@@ -30,7 +30,7 @@ def rejoined(gm: fx.GraphModule) -> fx.GraphModule:
             new = source
             if node.target is aten.cat.default:
                 rest = [edit.size(source, dim) for dim in range(2, facts.rank(source))]
-                new = edit.call(node.graph, aten.reshape.default, (source, [-1, *rest]), like=node)
+                new = edit.call(node, aten.reshape.default, source, [-1, *rest])
         edit.replace(node, new)
     return edit.finish(gm)
 

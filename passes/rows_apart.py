@@ -70,17 +70,13 @@ def _made(node: fx.Node, first: int, second: Any) -> fx.Node:
         if node.target is aten.reshape.default:
             source: Any = node.args[0]
             whole = facts.shape(source) == (first, second, *rest)
-            return (
-                source
-                if whole
-                else edit.call(node.graph, aten.reshape.default, (source, [first, -1, *rest]), like=node)
-            )
+            return source if whole else edit.call(node, aten.reshape.default, source, [first, -1, *rest])
         if node.target is aten.repeat.default:
-            one = edit.call(node.graph, aten.unsqueeze.default, (node.args[0], 0), like=node)
-            return edit.call(node.graph, aten.expand.default, (one, [first, -1, *([-1] * len(rest))]), like=node)
+            one = edit.call(node, aten.unsqueeze.default, node.args[0], 0)
+            return edit.call(node, aten.expand.default, one, [first, -1, *([-1] * len(rest))])
     rank = len(rest) + 1
     args = tuple(
         _made(arg, first, second) if isinstance(arg, fx.Node) and facts.rank(arg) == rank else arg for arg in node.args
     )
     with edit.before(node):
-        return edit.call(node.graph, node.target, args, dict(node.kwargs), like=node)  # type: ignore[arg-type]
+        return edit.call(node, node.target, *args, **node.kwargs)

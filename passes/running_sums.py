@@ -132,7 +132,7 @@ def _added(terms: Sequence[fx.Node], latest: dict[fx.Node, int], *, like: fx.Nod
     total = terms[0]
     for term in terms[1:]:
         operands = (total, term)
-        total = edit.call(like.graph, aten.add.Tensor, operands, like=like)
+        total = edit.call(like, aten.add.Tensor, *operands)
         latest[total] = max(latest[operand] for operand in operands)
     return total
 

@@ -23,11 +23,11 @@ def _scattered(operator: Callable[..., Any]) -> Callable[[fx.Node, fx.Node, fx.N
 
     def write(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
         if not facts.dtype(parent).is_complex:
-            return edit.call(view.graph, operator, (parent, new, *view.args[1:]), like=view)
+            return edit.call(view, operator, parent, new, *view.args[1:])
         _, dim, *rest = edit.args_of(view).values()
-        parts = [edit.call(view.graph, aten.view_as_real.default, (node,), like=view) for node in (parent, new)]
-        written = edit.call(view.graph, operator, (*parts, dim % facts.rank(parent), *rest), like=view)
-        return edit.call(view.graph, ops.as_complex, (written,), like=view)
+        parts = [edit.call(view, aten.view_as_real.default, node) for node in (parent, new)]
+        written = edit.call(view, operator, *parts, dim % facts.rank(parent), *rest)
+        return edit.call(view, ops.as_complex, written)
 
     return write
 
@@ -38,44 +38,39 @@ def _diagonal(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     given, rank, scatter = edit.args_of(view), facts.rank(parent), aten.diagonal_scatter.default
     where = (given["offset"], given["dim1"] % rank, given["dim2"] % rank)
     if not facts.dtype(parent).is_complex:
-        return edit.call(view.graph, scatter, (parent, new, *where), like=view)
-    whole, part = (edit.call(view.graph, aten.view_as_real.default, (node,), like=view) for node in (parent, new))
-    written = edit.call(
-        view.graph,
-        scatter,
-        (whole, edit.call(view.graph, aten.transpose.int, (part, -1, -2), like=view), *where),
-        like=view,
-    )
-    return edit.call(view.graph, ops.as_complex, (written,), like=view)
+        return edit.call(view, scatter, parent, new, *where)
+    whole, part = (edit.call(view, aten.view_as_real.default, node) for node in (parent, new))
+    written = edit.call(view, scatter, whole, edit.call(view, aten.transpose.int, part, -1, -2), *where)
+    return edit.call(view, ops.as_complex, written)
 
 
 def _detached(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     """The new value of a detached view, written back. It carries no gradient to uses of the parent."""
-    return edit.call(view.graph, aten.detach.default, (new,), like=view)
+    return edit.call(view, aten.detach.default, new)
 
 
 def _same_call(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     """A view whose inverse is the same call on the new value (a transpose)."""
-    return edit.call(view.graph, view.target, (new, *view.args[1:]), like=view)  # type: ignore[arg-type]
+    return edit.call(view, view.target, new, *view.args[1:])
 
 
 def _unview(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     """A reshape back to the sizes of the parent."""
     sizes = [edit.size(parent, dim) for dim in range(facts.rank(parent))]
-    return edit.call(view.graph, aten.reshape.default, (new, sizes), like=view)
+    return edit.call(view, aten.reshape.default, new, sizes)
 
 
 def _permuted(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     """The inverse permutation."""
     rank, dims = facts.rank(parent), edit.args_of(view)["dims"]
     places = [dim % rank for dim in dims]
-    return edit.call(view.graph, aten.permute.default, (new, [places.index(dim) for dim in range(rank)]), like=view)
+    return edit.call(view, aten.permute.default, new, [places.index(dim) for dim in range(rank)])
 
 
 def _moved_back(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     """A movedim with source and destination exchanged."""
     _, source, destination = edit.args_of(view).values()
-    return edit.call(view.graph, view.target, (new, destination, source), like=view)  # type: ignore[arg-type]
+    return edit.call(view, view.target, new, destination, source)
 
 
 def _narrowed(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
@@ -84,12 +79,12 @@ def _narrowed(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     end = (
         start + length
         if isinstance(start, int) and isinstance(length, int)
-        else edit.call(view.graph, operator.add, (start, length), like=view)
+        else edit.call(view, operator.add, start, length)
     )
     return _scattered(aten.slice_scatter.default)(
         parent,
         new,
-        edit.call(view.graph, aten.slice.Tensor, (parent, dim, start, sys.maxsize if end == 0 else end), like=view),
+        edit.call(view, aten.slice.Tensor, parent, dim, start, sys.maxsize if end == 0 else end),
     )
 
 

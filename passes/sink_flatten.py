@@ -69,8 +69,8 @@ def _in_two_steps(node: fx.Node) -> None:
     with edit.before(node):
         sizes = _with_last(operand, after[1])
         if sizes is not None:
-            merged = edit.call(node.graph, aten.reshape.default, (operand, sizes), like=node)
-            edit.replace(node, edit.call(node.graph, aten.reshape.default, (merged, [-1, after[1]]), like=node))
+            merged = edit.call(node, aten.reshape.default, operand, sizes)
+            edit.replace(node, edit.call(node, aten.reshape.default, merged, [-1, after[1]]))
 
 
 def _with_last(operand: fx.Node, last: facts.Size) -> list[int | fx.Node] | None:
@@ -115,9 +115,9 @@ def _sink(node: fx.Node, operands: list[Any]) -> None:
     if node.target is aten.sum.dim_IntList:
         args = (args[0], [-1], *args[2:])
     with edit.before(node):
-        new = edit.call(node.graph, node.target, args, dict(node.kwargs), like=node)  # type: ignore[arg-type]
+        new = edit.call(node, node.target, *args, **node.kwargs)
         last = edit.size(new, -1)
-        flat = edit.call(node.graph, aten.reshape.default, (new, [-1, last]), like=node)
+        flat = edit.call(node, aten.reshape.default, new, [-1, last])
     edit.replace(node, flat)
 
 
@@ -140,11 +140,11 @@ def _sink_topk(node: fx.Node) -> None:
     if source is None or given["dim"] not in (-1, 1):
         return
     with edit.before(node):
-        new = edit.call(node.graph, node.target, (source, given["k"], -1, given["largest"], given["sorted"]), like=node)  # type: ignore[arg-type]
+        new = edit.call(node, node.target, source, given["k"], -1, given["largest"], given["sorted"])
     for user in list(node.users):
         with edit.before(user):
-            part = edit.call(node.graph, operator.getitem, (new, user.args[1]), like=user)
-            edit.replace(user, edit.call(node.graph, aten.reshape.default, (part, [-1, given["k"]]), like=user))
+            part = edit.call(user, operator.getitem, new, user.args[1])
+            edit.replace(user, edit.call(user, aten.reshape.default, part, [-1, given["k"]]))
     node.graph.erase_node(node)
 
 

@@ -141,7 +141,7 @@ def _of_all(target: Callable[..., Any]) -> Callable[[fx.Node], fx.Node]:
 
     def spell(node: fx.Node) -> fx.Node:
         given = edit.args_of(node)
-        return edit.call(node.graph, target, (given["self"], None), {"correction": int(given["unbiased"])}, like=node)
+        return edit.call(node, target, given["self"], None, correction=int(given["unbiased"]))
 
     return spell
 
@@ -163,12 +163,8 @@ def _operand(node: fx.Node) -> fx.Node:
 
 def _adjoint(node: fx.Node) -> fx.Node:
     """`x.mH`: the last two dims exchanged, and complex numbers conjugated."""
-    turned = edit.call(node.graph, aten.transpose.int, (node.args[0], -2, -1), like=node)
-    return (
-        edit.call(node.graph, aten.conj_physical.default, (turned,), like=node)
-        if facts.dtype(node).is_complex
-        else turned
-    )
+    turned = edit.call(node, aten.transpose.int, node.args[0], -2, -1)
+    return edit.call(node, aten.conj_physical.default, turned) if facts.dtype(node).is_complex else turned
 
 
 def _crossed(node: fx.Node) -> fx.Node:
@@ -176,7 +172,7 @@ def _crossed(node: fx.Node) -> fx.Node:
     shards."""
     given = edit.args_of(node)
     dim = facts.shape(node).index(3) if given["dim"] is None else given["dim"]
-    return edit.call(node.graph, aten.linalg_cross.default, (given["self"], given["other"]), {"dim": dim}, like=node)
+    return edit.call(node, aten.linalg_cross.default, given["self"], given["other"], dim=dim)
 
 
 def _flipped(dim: int) -> Callable[[fx.Node], fx.Node]:
@@ -199,7 +195,7 @@ def _side_by_side(node: fx.Node) -> fx.Node:
     for piece in pieces:
         while (own := facts.rank(piece)) < rank:
             in_front = name in ("hstack", "vstack", "row_stack") or own == 0 or (name == "dstack" and own == 1)
-            piece = edit.call(node.graph, aten.unsqueeze.default, (piece, 0 if in_front else own), like=node)
+            piece = edit.call(node, aten.unsqueeze.default, piece, 0 if in_front else own)
         wide.append(piece)
     return _as(aten.cat.default, node, (wide, dim))
 
@@ -213,7 +209,7 @@ def _tiled(node: fx.Node) -> fx.Node:
 
 
 def _full(node: fx.Node) -> fx.Node:
-    return edit.call(node.graph, aten.full_like.default, (node.args[0], node.args[1]), like=node)
+    return edit.call(node, aten.full_like.default, node.args[0], node.args[1])
 
 
 def _repeat(node: fx.Node) -> fx.Node | None:
@@ -239,14 +235,14 @@ def _copies(node: fx.Node, operand: fx.Node, counts: Sequence[Any]) -> fx.Node:
     it."""
     wide = operand
     for _ in range(len(counts) - facts.rank(operand)):
-        wide = edit.call(node.graph, aten.unsqueeze.default, (wide, 0), like=node)
+        wide = edit.call(node, aten.unsqueeze.default, wide, 0)
     sizes: list[int | fx.Node] = []
     for count in counts:
         if count != 1:
-            wide = edit.call(node.graph, aten.unsqueeze.default, (wide, len(sizes)), like=node)
+            wide = edit.call(node, aten.unsqueeze.default, wide, len(sizes))
             sizes.append(count)
         sizes.append(-1)
-    wide = edit.call(node.graph, aten.expand.default, (wide, sizes), like=node)
+    wide = edit.call(node, aten.expand.default, wide, sizes)
     return _as(aten.reshape.default, node, (wide, reshape_sizes(wide, node)))
 
 
@@ -257,16 +253,11 @@ def _repeated(node: fx.Node) -> fx.Node:
     operand, dim = given["self"], given["dim"]
     assert isinstance(operand, fx.Node)
     if dim is None:
-        operand, dim = edit.call(node.graph, aten.reshape.default, (operand, [-1]), like=node), 0
+        operand, dim = edit.call(node, aten.reshape.default, operand, [-1]), 0
     rank = facts.rank(operand)
     dim %= rank
-    wide = edit.call(node.graph, aten.unsqueeze.default, (operand, dim + 1), like=node)
-    wide = edit.call(
-        node.graph,
-        aten.expand.default,
-        (wide, [-1] * (dim + 1) + [given["repeats"]] + [-1] * (rank - dim - 1)),
-        like=node,
-    )
+    wide = edit.call(node, aten.unsqueeze.default, operand, dim + 1)
+    wide = edit.call(node, aten.expand.default, wide, [-1] * (dim + 1) + [given["repeats"]] + [-1] * (rank - dim - 1))
     return _as(aten.reshape.default, node, (wide, reshape_sizes(wide, node)))
 
 
@@ -275,7 +266,7 @@ def _made(target: Callable[..., Any], count: int, first: int = 1) -> Callable[[f
     values. Uninitialised tensors are filled with zeros."""
 
     def spell(node: fx.Node) -> fx.Node:
-        return edit.call(node.graph, target, node.args[first : first + count], {"dtype": facts.dtype(node)}, like=node)
+        return edit.call(node, target, *node.args[first : first + count], dtype=facts.dtype(node))
 
     return spell
 
@@ -286,7 +277,7 @@ def _without_empty(node: fx.Node) -> fx.Node | None:
     kept = [piece for piece in given["tensors"] if facts.shape(piece) != (0,)]
     if not kept or len(kept) == len(given["tensors"]) or any(facts.dtype(piece) != facts.dtype(node) for piece in kept):
         return None
-    return kept[0] if len(kept) == 1 else edit.call(node.graph, aten.cat.default, (kept, given["dim"]), like=node)
+    return kept[0] if len(kept) == 1 else edit.call(node, aten.cat.default, kept, given["dim"])
 
 
 def _all_dims_mean(node: fx.Node) -> fx.Node | None:

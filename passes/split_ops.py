@@ -58,14 +58,14 @@ def _one_cut(node: fx.Node) -> None:
     if not all(isinstance(size, int) for size in sizes) or sum(sizes) != facts.shape(operand)[dim]:
         return  # indices that do not grow leave something out, or give it twice
     with edit.before(node):
-        cut = edit.call(node.graph, aten.split_with_sizes.default, (operand, sizes, dim), like=node)
+        cut = edit.call(node, aten.split_with_sizes.default, operand, sizes, dim)
     if not unbound:
         edit.replace(node, cut)
         return
     for user in list(node.users):
         with edit.before(user):
-            part = edit.call(node.graph, operator.getitem, (cut, user.args[1]), like=user)
-            edit.replace(user, edit.call(node.graph, aten.squeeze.dim, (part, dim), like=user))
+            part = edit.call(user, operator.getitem, cut, user.args[1])
+            edit.replace(user, edit.call(user, aten.squeeze.dim, part, dim))
     node.graph.erase_node(node)
 
 
@@ -82,10 +82,10 @@ def _cut_from_slices(node: fx.Node) -> None:
         first = min(ranges)
         with edit.before(first):
             sizes = [end - start for start, end in bounds]
-            cut = edit.call(node.graph, aten.split_with_sizes.default, (node, sizes, dim), like=first)
+            cut = edit.call(first, aten.split_with_sizes.default, node, sizes, dim)
         for piece, span in ranges.items():
             with edit.before(piece):
-                edit.replace(piece, edit.call(node.graph, operator.getitem, (cut, bounds.index(span)), like=piece))
+                edit.replace(piece, edit.call(piece, operator.getitem, cut, bounds.index(span)))
 
 
 def _ranges(node: fx.Node, dim: int, total: int) -> dict[fx.Node, tuple[int, int]]:

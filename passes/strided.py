@@ -4,6 +4,7 @@ in memory in another order than the tensor of the user's code, so that the same 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import sympy
@@ -31,8 +32,8 @@ def _lookup(node: fx.Node) -> fx.Node:
     start = _start(node, x, given["storage_offset"])
     lead = _leading(node, x, order, start)
     kept: list[Any] = [edit.size(x, dim) for dim in order[:lead]]
-    inner = edit.product(node.graph, [edit.size(x, dim) for dim in order[lead:]], like=node)
-    call = edit.caller(node)
+    inner = edit.product(node, [edit.size(x, dim) for dim in order[lead:]])
+    call = partial(edit.call, node)
     lies = x if order == sorted(order) else call(aten.permute.default, x, order)
     index = _index(node, sizes[lead:], strides[lead:], start)
     found = call(aten.index_select.default, call(aten.reshape.default, lies, [*kept, inner]), lead, index)
@@ -83,12 +84,12 @@ def _leading(node: fx.Node, x: fx.Node, order: list[int], start: int) -> int:
 
 def _index(node: fx.Node, sizes: list[Any], strides: list[Any], start: int) -> fx.Node:
     """The numbers of the elements of a result of `sizes` and `strides`: [product of sizes]."""
-    call = edit.caller(node)
+    call = partial(edit.call, node)
     total = call(aten.add.Scalar, call(aten.arange.default, 1), start)
     for size, stride in zip(sizes, strides, strict=True):
         numbers = call(aten.mul.Tensor, call(aten.arange.default, size), stride)
         total = call(aten.add.Tensor, call(aten.unsqueeze.default, total, -1), numbers)
-    return call(aten.reshape.default, total, [edit.product(node.graph, sizes, like=node)])
+    return call(aten.reshape.default, total, [edit.product(node, sizes)])
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -59,5 +59,5 @@ def _back(
         return None
     rows = zeroed(found.rows, mask, node)
     if added:
-        return edit.call(node.graph, aten.add.Tensor, (base, rows), like=node)
-    return edit.call(node.graph, aten.where.self, (widened(mask, base, node), rows, base), like=node)
+        return edit.call(node, aten.add.Tensor, base, rows)
+    return edit.call(node, aten.where.self, widened(mask, base, node), rows, base)

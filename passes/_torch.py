@@ -31,6 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
 from torch.fx.experimental import proxy_tensor
 
+# Traces a function as the operators that it runs below autograd.
+from torch.fx.experimental.proxy_tensor import make_fx
+
 # Tells the symbols of sizes that depend on values of tensors (`item`, nonzero) from those of sizes of inputs.
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -145,6 +148,7 @@ __all__ = [
     "assert_async",
     "enable_python_dispatcher",
     "free_unbacked_symbols",
+    "make_fx",
     "make_graph_module",
     "shape_check",
     "size_functions",

@@ -4,7 +4,6 @@ the whole batch; and the running statistics of instance norms."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ def batch_norm(gm: fx.GraphModule) -> fx.GraphModule:
                 _instances(gm, node, given)
                 edit.replace(
                     node,
-                    _op(
+                    edit.call(
                         node,
                         aten.instance_norm.default,
                         *(None if name.startswith("running") else value for name, value in given.items()),
@@ -78,40 +77,40 @@ def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.No
     dims = [dim for dim in range(facts.rank(x)) if dim != 1]
     count = edit.product(node, [edit.size(x, dim) for dim in dims])
     mean = _mean(gm, node, _sum(node, x, dims), count, given, "running_mean")
-    centred = _op(node, aten.sub.Tensor, x, edit.cast(mean, facts.dtype(x), like=node))
+    centred = edit.call(node, aten.sub.Tensor, x, edit.cast(mean, facts.dtype(x), like=node))
     # its squares may leave float16's range
-    spread = _op(node, aten.to.dtype, centred, torch.float32) if facts.dtype(x) == torch.float16 else centred
-    squares = _sum(node, _op(node, aten.mul.Tensor, spread, spread), dims)
+    spread = edit.call(node, aten.to.dtype, centred, torch.float32) if facts.dtype(x) == torch.float16 else centred
+    squares = _sum(node, edit.call(node, aten.mul.Tensor, spread, spread), dims)
     variance = _mean(gm, node, squares, count, given, "running_var")
     # here, since stages of pipelines cannot begin between what reads a buffer and its new value
     if given["running_mean"] is not None and given["training"]:
-        fewer = count - 1 if isinstance(count, int) else _op(node, operator.sub, count, 1)
+        fewer = count - 1 if isinstance(count, int) else edit.call(node, operator.sub, count, 1)
         # of what is summed over ranks already
-        unbiased = _op(
-            node, aten.div.Tensor, _op(node, aten.mul.Tensor, _op(node, aten.detach.default, variance), count), fewer
-        )
+        total = edit.call(node, aten.mul.Tensor, edit.call(node, aten.detach.default, variance), count)
+        unbiased = edit.call(node, aten.div.Tensor, total, fewer)
         _track(gm, node, given["running_mean"], mean, given["momentum"])
         _track(gm, node, given["running_var"], unbiased, given["momentum"])
-    scale = _op(node, aten.rsqrt.default, _op(node, aten.add.Tensor, variance, given["eps"]))
-    return _affine(node, _op(node, aten.mul.Tensor, centred, edit.cast(scale, facts.dtype(x), like=node)), given)
+    scale = edit.call(node, aten.rsqrt.default, edit.call(node, aten.add.Tensor, variance, given["eps"]))
+    return _affine(node, edit.call(node, aten.mul.Tensor, centred, edit.cast(scale, facts.dtype(x), like=node)), given)
 
 
 def _instances(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> None:
     """The new running statistics of an instance norm: the mean and the unbiased variance of each sample, averaged over
     samples."""
-    x = _op(node, aten.detach.default, given["input"])
+    x = edit.call(node, aten.detach.default, given["input"])
     dims = list(range(2, facts.rank(x)))
     count = edit.product(node, [edit.size(x, dim) for dim in dims])
-    mean = _op(node, aten.div.Tensor, _sum(node, x, dims), count)
-    centred = _op(node, aten.sub.Tensor, x, mean)
-    fewer = count - 1 if isinstance(count, int) else _op(node, operator.sub, count, 1)
-    unbiased = _op(node, aten.div.Tensor, _sum(node, _op(node, aten.mul.Tensor, centred, centred), dims), fewer)
+    mean = edit.call(node, aten.div.Tensor, _sum(node, x, dims), count)
+    centred = edit.call(node, aten.sub.Tensor, x, mean)
+    fewer = count - 1 if isinstance(count, int) else edit.call(node, operator.sub, count, 1)
+    squares = _sum(node, edit.call(node, aten.mul.Tensor, centred, centred), dims)
+    unbiased = edit.call(node, aten.div.Tensor, squares, fewer)
     for running, of_samples in (("running_mean", mean), ("running_var", unbiased)):
         _track(
             gm,
             node,
             given[running],
-            _op(node, aten.div.Tensor, _sum(node, of_samples, [0]), edit.size(x, 0)),
+            edit.call(node, aten.div.Tensor, _sum(node, of_samples, [0]), edit.size(x, 0)),
             given["momentum"],
         )
 
@@ -129,8 +128,8 @@ def _mean(
     """`total / count`. Where running statistics replace it in evaluation (`running` is a buffer), as
     `ops.statistic`."""
     if given[running] is None or not given["training"]:
-        return _op(node, aten.div.Tensor, total, count)
-    return _op(
+        return edit.call(node, aten.div.Tensor, total, count)
+    return edit.call(
         node,
         ops.statistic,
         total,
@@ -148,43 +147,38 @@ def _is_buffer(gm: fx.GraphModule, running: fx.Node) -> bool:
 def _evaluation(node: fx.Node, given: dict[str, Any]) -> fx.Node:
     """(x - running_mean) * rsqrt(running_var + eps) * w + b, every statistic as [c, 1, ...]."""
     mean, var = _per_channel(node, given["running_mean"], given), _per_channel(node, given["running_var"], given)
-    scale = _op(node, aten.rsqrt.default, _op(node, aten.add.Tensor, var, given["eps"]))
-    centred = _op(node, aten.sub.Tensor, given["input"], mean)
-    return _affine(node, _op(node, aten.mul.Tensor, centred, scale), given)
+    scale = edit.call(node, aten.rsqrt.default, edit.call(node, aten.add.Tensor, var, given["eps"]))
+    centred = edit.call(node, aten.sub.Tensor, given["input"], mean)
+    return _affine(node, edit.call(node, aten.mul.Tensor, centred, scale), given)
 
 
 def _affine(node: fx.Node, value: fx.Node, given: dict[str, Any]) -> fx.Node:
     """`value * w + b`, in the dtype of the norm's input, which may be narrower than those of weights and statistics."""
     if given["weight"] is not None:
-        value = _op(node, aten.mul.Tensor, value, _per_channel(node, given["weight"], given))
+        value = edit.call(node, aten.mul.Tensor, value, _per_channel(node, given["weight"], given))
     if given["bias"] is not None:
-        value = _op(node, aten.add.Tensor, value, _per_channel(node, given["bias"], given))
+        value = edit.call(node, aten.add.Tensor, value, _per_channel(node, given["bias"], given))
     return edit.cast(value, facts.dtype(given["input"]), like=node)
 
 
 def _per_channel(node: fx.Node, value: fx.Node, given: dict[str, Any]) -> fx.Node:
     """`value [c]` as [c, 1, ...], which broadcasts against the input [n, c, ...]."""
     trailing = facts.rank(given["input"]) - 2
-    return _op(node, aten.reshape.default, value, [-1] + [1] * trailing) if trailing else value
+    return edit.call(node, aten.reshape.default, value, [-1] + [1] * trailing) if trailing else value
 
 
 def _track(gm: fx.GraphModule, node: fx.Node, running: fx.Node, batch: fx.Node, momentum: float) -> None:
     """Update running statistics: (1 - momentum) * running + momentum * batch, without gradient. Where `running` is not
     a whole buffer (`stats[domain]`), it is written as any other in-place change."""
-    fresh = _op(node, aten.detach.default, _op(node, aten.reshape.default, batch, [-1]))
-    old = _op(node, aten.mul.Tensor, running, 1.0 - momentum)
-    new = _op(node, aten.add.Tensor, old, _op(node, aten.mul.Tensor, fresh, momentum))
+    fresh = edit.call(node, aten.detach.default, edit.call(node, aten.reshape.default, batch, [-1]))
+    old = edit.call(node, aten.mul.Tensor, running, 1.0 - momentum)
+    new = edit.call(node, aten.add.Tensor, old, edit.call(node, aten.mul.Tensor, fresh, momentum))
     new = edit.cast(new, facts.dtype(running), like=node)
     if not _is_buffer(gm, running):
-        _op(node, aten.copy_.default, running, new)
+        edit.call(node, aten.copy_.default, running, new)
         return
     buffer = edit.buffer_of(gm, running)
     check_root(node, buffer)
     edit.mutate_buffer(gm, buffer, new, behind=new)
     for old in edit.same_memory(running):
         edit.redirect_later(old, new, behind=new)
-
-
-def _op(node: fx.Node, target: Callable[..., Any], *args: Any) -> fx.Node:
-    """A call with the module and source of `node`, at the insertion point."""
-    return edit.call(node, target, *args)

@@ -2,181 +2,116 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.nn import functional as F
 
-from passes import edit, facts
-from passes.covariance import COVARIANCES
+from passes import edit
+from passes._torch import OpOverload
 from passes.fake_quantize import FAKE_QUANTIZED
-from passes.spellings import reshape_sizes
+from passes.traced import traced
 
 aten = torch.ops.aten
 
 
 def composed(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops with values.
-    does: replaces the operators of the table below by the common ones that they consist of.
+    does: replaces the operators of the tables below by the common ones that they consist of.
     gives: the same values; grids of images no longer have the number of samples among their arguments."""
-    return edit.rewrite(gm, COMPOSED)
+    return edit.rewrite(gm, dict.fromkeys((*COMPOSITE, *WRITTEN), _written))
 
 
-def _line(operand: fx.Node, like: fx.Node) -> fx.Node:
-    """All elements of a tensor in one dim."""
-    return edit.call(like, aten.reshape.default, operand, [-1])
+def _written(node: fx.Node) -> fx.Node | None:
+    """A call as what its function in the tables runs; None (the call stays) where that is NotImplemented."""
+    assert isinstance(node.target, OpOverload)
+    return traced(node, WRITTEN.get(node.target, node.target.decompose))
 
 
-def _wide(operand: fx.Node, other: fx.Node, dim: int, like: fx.Node) -> fx.Node:
-    """`operand` expanded to the sizes of `other` in all dims but `dim`."""
-    pairs = list(zip(facts.shape(operand), facts.shape(other), strict=True))
-    new = [number for number, (own, wanted) in enumerate(pairs) if number != dim and own == 1 and wanted != 1]
-    if not new:
-        return operand
-    sizes = [edit.size(other, number) if number in new else -1 for number in range(len(pairs))]
-    return edit.call(like, aten.expand.default, operand, sizes)
-
-
-def _along(node: fx.Node) -> fx.Node:
-    """take_along_dim as `gather` of broadcast operands; without a dim, of the flattened ones."""
-    given = edit.args_of(node)
-    operand, indices, dim = given["self"], given["indices"], given["dim"]
-    if dim is None:
-        operand, indices, dim = _line(operand, node), _line(indices, node), 0
-    dim %= facts.rank(operand)
-    chosen = _wide(operand, indices, dim, node), dim, _wide(indices, operand, dim, node)
-    return edit.call(node, aten.gather.default, *chosen)
-
-
-def _taken(node: fx.Node) -> fx.Node:
-    """torch.take: elements by their position in the flattened tensor."""
-    return edit.call(node, aten.index.Tensor, _line(edit.args_of(node)["self"], node), [edit.args_of(node)["index"]])
-
-
-def _rotated(node: fx.Node) -> fx.Node:
+def _rotated(x: Tensor, k: int = 1, dims: tuple[int, int] = (0, 1)) -> Tensor:
     """torch.rot90: a half turn flips both dims; a quarter turn flips one and exchanges both."""
-    given = edit.args_of(node)
-    operand, (first, second), quarters = given["self"], given["dims"], given["k"] % 4
-    reversed_dims: list[int] = [[], [second], [first, second], [first]][quarters]
-    if reversed_dims:
-        operand = edit.call(node, aten.flip.default, operand, reversed_dims)
-    return edit.call(node, aten.transpose.int, operand, first, second) if quarters % 2 else operand
+    first, second = dims
+    gone = [[], [second], [first, second], [first]][k % 4]
+    x = x.flip(gone) if gone else x
+    return x.transpose(first, second) if k % 2 else x
 
 
-def _diagonal_blocks(node: fx.Node) -> fx.Node | None:
+def _diagonal_blocks(tensors: list[Tensor]) -> Tensor:
     """block_diag: each matrix padded by zeros on the left and right, all concatenated along the rows."""
-    matrices: Sequence[fx.Node] = edit.args_of(node)["tensors"]
-    total, before, rows = facts.shape(node)[1], 0, []
-    sizes = [(facts.shape(each) or (1,))[-1] for each in matrices]
-    if not all(isinstance(size, int) for size in sizes):
-        return None
-    for each, size in zip(matrices, sizes, strict=True):
-        if facts.rank(each) < 2:
-            each = edit.call(node, aten.reshape.default, each, [1, size])
-        each = edit.cast(each, facts.dtype(node), like=node)
-        rows.append(edit.call(node, aten.constant_pad_nd.default, each, [before, total - before - size]))
-        before += size
-    return edit.call(node, aten.cat.default, rows, 0)
+    matrices = [torch.atleast_2d(each) for each in tensors]
+    widths = [each.shape[1] for each in matrices]
+    if not all(isinstance(width, int) for width in widths):
+        return NotImplemented
+    padded = [F.pad(each, (sum(widths[:i]), sum(widths[i + 1 :]))) for i, each in enumerate(matrices)]
+    return torch.cat(padded)
 
 
-def _meshed(node: fx.Node) -> None:
-    """meshgrid: vector i is expanded along the dims of the others; with `indexing` "xy" the first two dims are
-    exchanged."""
-    given = edit.args_of(node)
-    vectors = [_line(each, node) for each in given["tensors"]]
-    order = list(range(len(vectors)))
-    if given.get("indexing", "ij") == "xy" and len(vectors) > 1:
-        order[:2] = [1, 0]
-    sizes = [edit.size(vectors[number], 0) for number in order]
-    for user in list(node.users):
-        number = user.args[1]
-        assert user.target is operator.getitem and isinstance(number, int)
-        alone = [-1 if dim == order.index(number) else 1 for dim in range(len(order))]
-        with edit.before(user):
-            dim = edit.call(user, aten.reshape.default, vectors[number], alone)
-            edit.replace(user, edit.call(user, aten.expand.default, dim, sizes))
+def _distance(x: Tensor, other: Tensor, p: float = 2) -> Tensor:
+    return torch.linalg.vector_norm(x - other, p)
 
 
-def _distance(node: fx.Node) -> fx.Node:
-    """torch.dist: the norm of the difference."""
-    given = edit.args_of(node)
-    difference = edit.call(node, aten.sub.Tensor, given["self"], given["other"])
-    return edit.call(node, aten.linalg_vector_norm.default, difference, given["p"])
+def _taken(x: Tensor, index: Tensor) -> Tensor:
+    """torch.take: elements by their position in the flattened tensor."""
+    return x.reshape(-1)[index]
 
 
-def _inner(node: fx.Node) -> fx.Node | None:
-    """linalg.vecdot: products summed along a dim; for real numbers only (no conjugation)."""
-    given = edit.args_of(node)
-    if facts.dtype(node).is_complex:
-        return None
-    product = edit.call(node, aten.mul.Tensor, given["x"], given["y"])
-    return edit.call(node, aten.sum.dim_IntList, product, [given["dim"]])
+def _grid(theta: Tensor, size: list[int], align_corners: bool) -> Tensor:
+    """affine_grid: the coordinates of pixels times each sample's matrix; as it is where height or width is symbolic."""
+    sizes = size[2:]
+    if not all(isinstance(each, int) for each in sizes):
+        return NotImplemented
+    places = torch.meshgrid(*(_places(each, align_corners, theta) for each in sizes), indexing="ij")
+    rows = torch.stack([*reversed(places), torch.ones_like(places[0])], -1).reshape(-1, len(sizes) + 1)
+    return (rows @ theta.transpose(1, 2)).reshape(-1, *sizes, len(sizes))
 
 
-def _sorted(node: fx.Node) -> fx.Node:
-    """msort: the values of `sort` along the first dim."""
-    both = edit.call(node, aten.sort.default, edit.args_of(node)["self"], 0)
-    return edit.call(node, operator.getitem, both, 0)
-
-
-def _diagonal(node: fx.Node) -> fx.Node:
-    """diagflat: a matrix with all elements of the operand on a diagonal."""
-    given = edit.args_of(node)
-    return edit.call(node, aten.diag_embed.default, _line(given["self"], node), given["offset"])
-
-
-def _its_diagonal(node: fx.Node) -> fx.Node:
-    """linalg.diagonal: `diagonal` of the two given dims, by default the last two."""
-    given = edit.args_of(node)
-    return edit.call(node, aten.diagonal.default, given["A"], given["offset"], given["dim1"], given["dim2"])
-
-
-def _grid(node: fx.Node) -> fx.Node | None:
-    """affine_grid: the coordinates of pixels times each sample's matrix. None (the call stays) where height or width is
-    symbolic."""
-    given = edit.args_of(node)
-    theta, sizes, call = given["theta"], given["size"][2:], partial(edit.call, node)
-    if not all(isinstance(size, int) for size in sizes):
-        return None
-    alone = [[size if dim == own else 1 for dim in range(len(sizes))] for own, size in enumerate(sizes)]
-    lines = [
-        call(aten.reshape.default, _places(size, given["align_corners"], node), shape)
-        for size, shape in zip(sizes, alone, strict=True)
-    ]
-    places = [call(aten.expand.default, line, list(sizes)) for line in reversed(lines)]
-    ones = call(aten.ones.default, list(sizes), dtype=facts.dtype(node))
-    rows = call(aten.reshape.default, call(aten.stack.default, [*places, ones], -1), [-1, len(sizes) + 1])
-    product = call(aten.matmul.default, rows, call(aten.transpose.int, theta, 1, 2))
-    return call(aten.reshape.default, product, reshape_sizes(product, node))
-
-
-def _places(size: int, corners: bool, node: fx.Node) -> fx.Node:
+def _places(size: int, corners: bool, like: Tensor) -> Tensor:
     """The coordinates of `size` pixels on a line from -1 to 1: with the first and last pixel at the ends (`corners`),
     else the centres of `size` equal intervals."""
-    dtype = {"dtype": facts.dtype(node)}
     if size == 1:
-        return edit.call(node, aten.zeros.default, [1], **dtype)
+        return like.new_zeros(1)
     end = 1.0 if corners else (size - 1) / size
-    return edit.call(node, aten.linspace.default, -end, end, size, **dtype)
+    return torch.linspace(-end, end, size, dtype=like.dtype, device=like.device)
 
 
-COMPOSED: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
+WRITTEN: dict[Any, Callable[..., Tensor]] = {
     aten.affine_grid_generator.default: _grid,
     aten.block_diag.default: _diagonal_blocks,
-    aten.diagflat.default: _diagonal,
     aten.dist.default: _distance,
-    aten.linalg_diagonal.default: _its_diagonal,
-    aten.linalg_vecdot.default: _inner,
-    aten.meshgrid.default: _meshed,
-    aten.meshgrid.indexing: _meshed,
-    aten.msort.default: _sorted,
     aten.rot90.default: _rotated,
     aten.take.default: _taken,
-    aten.take_along_dim.default: _along,
-    **COVARIANCES,
     **FAKE_QUANTIZED,
 }
-"""Operators -> a function that writes a call with the common operators that it consists of; None: the call stays."""
+"""Operators -> the same with common ones; NotImplemented: the call stays."""
+
+NAMES = (
+    "absolute", "adjoint", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "atleast_1d",
+    "atleast_2d", "atleast_3d", "broadcast_to", "clip", "column_stack", "concat", "concatenate", "corrcoef", "cov",
+    "cross", "diagflat", "divide", "dsplit", "dstack", "expand_as", "fix", "fliplr", "flipud", "ger", "greater",
+    "greater_equal", "hsplit", "hstack", "less", "less_equal", "linalg_diagonal", "linalg_matmul", "linalg_vecdot",
+    "meshgrid", "moveaxis", "msort", "multiply", "negative", "not_equal", "positive",
+    "reshape_as", "row_stack", "special_digamma", "special_erf", "special_erfc", "special_erfinv", "special_exp2",
+    "special_expm1", "special_gammainc", "special_gammaincc", "special_gammaln", "special_log_softmax", "special_logit",
+    "special_multigammaln", "special_polygamma", "special_psi", "special_sinc", "special_softmax", "std_mean",
+    "subtract", "swapaxes", "swapdims", "take_along_dim", "tile", "trapz", "unflatten", "var_mean", "view_as", "vsplit",
+    "vstack",
+)  # fmt: skip
+"""Operators that torch composes of others: second names, and what is made of few common operators."""
+
+COMPOSITE = (
+    *(
+        operator
+        for name in NAMES
+        for packet in [getattr(aten, name)]
+        for operator in (getattr(packet, overload) for overload in packet.overloads())
+        if operator._can_decompose() and not operator._schema.is_mutable
+    ),
+    aten.mH.default,
+    aten.mT.default,
+    aten.matrix_H.default,
+    aten.numpy_T.default,
+    aten.repeat_interleave.self_int,
+)
+"""The overloads of these, and single overloads of others."""

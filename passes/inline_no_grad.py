@@ -53,7 +53,8 @@ def _flatten(gm: fx.GraphModule, *, grad: bool) -> None:
         _flatten(body, grad=enabled)
         if not enabled:
             _mark(body)
-        results = _copy(body, node, operands)
+        returned = edit.copied_in(body, operands, node)
+        results = list(returned) if isinstance(returned, (tuple, list)) else [returned]
         if grad and not enabled:
             # a tensor from outside is what it was
             results = [result if result in operands else _detached(result, node) for result in results]
@@ -68,15 +69,6 @@ def _mark(body: fx.GraphModule) -> None:
     """`meta["no_grad"]` says that a node was in a disabled region."""
     for node in body.graph.nodes:
         node.meta["no_grad"] = True
-
-
-def _copy(body: fx.GraphModule, at: fx.Node, operands: list[Any]) -> list[Any]:
-    """Copies the body of a region in front of `at`; gives what the region returns."""
-    holders = [node for node in body.graph.nodes if node.op == "placeholder"]
-    env: dict[fx.Node, Any] = dict(zip(holders, operands, strict=True))
-    with edit.before(at):
-        returned = at.graph.graph_copy(body.graph, env)
-    return list(returned) if isinstance(returned, (tuple, list)) else [returned]
 
 
 def _detached(result: Any, region: fx.Node) -> Any:

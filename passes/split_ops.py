@@ -28,19 +28,13 @@ _CUTS = (
     aten.unsafe_split_with_sizes.default,
 )
 """Operators that cut one dim into parts."""
-_ALONG = {
-    getattr(getattr(aten, name), how): dim
-    for name, dim in (("hsplit", 1), ("vsplit", 0), ("dsplit", 2))
-    for how in ("array", "int")
-}
-"""Operators that cut along a fixed dim -> that dim."""
 
 
 def split_ops(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
     does: chunk, split, unbind, and slices that together cover one dim of static size, become split_with_sizes.
     gives: cuts read by getitem; those along a symbolic dim, and slices that leave something out, stay."""
-    for node in edit.calls(gm, *_CUTS, *_ALONG):
+    for node in edit.calls(gm, *_CUTS):
         _one_cut(node)
     for node in list(gm.graph.nodes):
         _cut_from_slices(node)
@@ -52,7 +46,7 @@ def _one_cut(node: fx.Node) -> None:
     given = edit.args_of(node)
     operand = given["self"]
     rank = facts.rank(operand)
-    dim = min(_ALONG[node.target], rank - 1) if node.target in _ALONG else given["dim"] % rank
+    dim = given["dim"] % rank
     unbound = node.target is aten.unbind.int
     sizes = [1 if unbound else part.shape[dim] for part in facts.tensors(node)]
     if not all(isinstance(size, int) for size in sizes) or sum(sizes) != facts.shape(operand)[dim]:

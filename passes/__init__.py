@@ -25,7 +25,6 @@ from passes.copied import copied
 from passes.drop_devices import drop_devices
 from passes.drop_noops import drop_noops
 from passes.einsums import einsums
-from passes.equal_masks import equal_masks
 from passes.equal_views import equal_views
 from passes.expert_loops import expert_loops
 from passes.expert_pieces import pieces
@@ -72,7 +71,6 @@ NORMALIZE: tuple[Pass, ...] = (
     drop_noops,
     own_dtypes,
     broadcasts,
-    equal_masks,
     masked,
     norms,
     noises,

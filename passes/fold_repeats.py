@@ -17,7 +17,7 @@ from torch import fx
 
 from passes import edit, facts
 from passes._torch import make_graph_module
-from passes.equal_masks import merge_equal
+from passes.equal_views import merge_equal
 from passes.grads import needs_grad
 from passes.repeats import Run, containers, feeds_all, find_runs, is_weight, places, same_everywhere, users_outside
 from passes.running_sums import in_order_of_blocks

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from autopar.capture import capture
 from autopar.capture.equal_masks import EqualMasks
@@ -78,14 +79,16 @@ def test_masks_of_anything_else_are_refused(loss) -> None:
         capture(Pairs(loss), batch())
 
 
-def _twice(rows: torch.Tensor) -> torch.Tensor:
-    """Picks by a mask that is computed twice."""
-    y = rows.detach()[:, 0]
-    return torch.nn.functional.mse_loss(rows.cos()[(y > 0) & ~y.isnan()], rows[(y > 0) & ~y.isnan()])
-
-
-def test_equal_masks_pick_as_many() -> None:
-    model = Pairs(_twice)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y: F.mse_loss(x.cos()[(y > 0) & ~y.isnan()], x[(y > 0) & ~y.isnan()]),
+        lambda x, y: F.cross_entropy(x[y > 0], y.long()[y > 0]),
+        lambda x, y: x[(y > 0).nonzero(as_tuple=True)].sum() * x[y > 0].mean(),
+    ],
+)
+def test_equal_masks_pick_as_many(loss) -> None:
+    model = Pairs(lambda rows: loss(rows, rows.detach()[:, 0]))
     captured = capture(model, batch())
     assert captured.hints == {"b": 4}
     rows, _ = graph_rows(model, captured, batch(), {}, training=True)

@@ -63,8 +63,6 @@ LOSSES: dict[str, Callable[..., object]] = {
     ),
     "columns": lambda net, h, y, m: (h[m].mean(0), h[m].sum(0), h[m].sum(-1).mean()),
     "a head of picked rows": _head_of_some,
-    "a mask computed twice": lambda net, h, y, m: F.cross_entropy(h[(y > 1) & m], y[(y > 1) & m]),
-    "equal masks of places": lambda net, h, y, m: h[(y > 1).nonzero(as_tuple=True)].sum() * h[y > 1].mean(),
     "by places": _by_places,
     "written back": _written_back,
     "binary": lambda net, h, y, m: F.binary_cross_entropy_with_logits(h[..., 0][m], (y % 2).to(h.dtype)[m]),

@@ -18,16 +18,14 @@ aten = torch.ops.aten
 
 
 def composed(gm: fx.GraphModule) -> fx.GraphModule:
-    """needs: functional ops with values.
+    """needs: values and provenance.
     does: replaces the operators of the tables below by the common ones that they consist of.
     gives: the same values; grids of images no longer have the number of samples among their arguments."""
-    return edit.rewrite(gm, dict.fromkeys((*COMPOSITE, *WRITTEN), _written))
-
-
-def _written(node: fx.Node) -> fx.Node | None:
-    """A call as what its function in the tables runs; None (the call stays) where that is NotImplemented."""
-    assert isinstance(node.target, OpOverload)
-    return traced(node, WRITTEN.get(node.target, node.target.decompose))
+    for node in edit.calls(gm, *COMPOSITE, *WRITTEN):
+        assert isinstance(node.target, OpOverload)
+        traced(node, WRITTEN.get(node.target, node.target.decompose))
+    gm.recompile()
+    return gm
 
 
 def _rotated(x: Tensor, k: int = 1, dims: tuple[int, int] = (0, 1)) -> Tensor:
@@ -87,16 +85,18 @@ WRITTEN: dict[Any, Callable[..., Tensor]] = {
 """Operators -> the same with common ones; NotImplemented: the call stays."""
 
 NAMES = (
-    "absolute", "adjoint", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "atleast_1d",
-    "atleast_2d", "atleast_3d", "broadcast_to", "clip", "column_stack", "concat", "concatenate", "corrcoef", "cov",
-    "cross", "diagflat", "divide", "dsplit", "dstack", "expand_as", "fix", "fliplr", "flipud", "ger", "greater",
-    "greater_equal", "hsplit", "hstack", "less", "less_equal", "linalg_diagonal", "linalg_matmul", "linalg_vecdot",
-    "meshgrid", "moveaxis", "msort", "multiply", "negative", "not_equal", "positive",
-    "reshape_as", "row_stack", "special_digamma", "special_erf", "special_erfc", "special_erfinv", "special_exp2",
-    "special_expm1", "special_gammainc", "special_gammaincc", "special_gammaln", "special_log_softmax", "special_logit",
-    "special_multigammaln", "special_polygamma", "special_psi", "special_sinc", "special_softmax", "std_mean",
-    "subtract", "swapaxes", "swapdims", "take_along_dim", "tile", "trapz", "unflatten", "var_mean", "view_as", "vsplit",
-    "vstack",
+    "absolute", "adjoint", "arccos", "arccosh", "arcsin", "arcsinh", "arctan",
+    "arctan2", "arctanh", "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_to", "clip", "column_stack", "concat",
+    "concatenate", "corrcoef", "cov", "cross", "diagflat", "diff", "divide", "dsplit", "dstack", "expand_as",
+    "fft_fftshift", "fft_ifftshift", "fix", "fliplr", "flipud", "frobenius_norm", "ger", "greater", "greater_equal",
+    "hsplit", "hstack", "kron", "less", "less_equal", "linalg_diagonal", "linalg_matmul", "linalg_vecdot", "meshgrid",
+    "moveaxis", "movedim", "msort", "multiply", "narrow", "negative", "not_equal", "positive", "reshape_as",
+    "row_stack", "special_digamma", "special_erf", "special_erfc", "special_erfinv", "special_exp2", "special_expit",
+    "special_expm1", "special_gammainc", "special_gammaincc", "special_gammaln", "special_i0", "special_log1p",
+    "special_log_softmax", "special_logit", "special_logsumexp", "special_multigammaln", "special_polygamma",
+    "special_psi", "special_sinc", "special_softmax", "special_xlogy", "std", "std_mean", "subtract", "swapaxes",
+    "swapdims", "take_along_dim", "tile", "trapezoid", "trapz", "true_divide", "unflatten", "var", "var_mean",
+    "view_as", "vsplit", "vstack",
 )  # fmt: skip
 """Operators that torch composes of others: second names, and what is made of few common operators."""
 
@@ -108,9 +108,17 @@ COMPOSITE = (
         for operator in (getattr(packet, overload) for overload in packet.overloads())
         if operator._can_decompose() and not operator._schema.is_mutable
     ),
+    aten.__and__.Scalar,
+    aten.__and__.Tensor,
+    aten.__or__.Scalar,
+    aten.__or__.Tensor,
+    aten.__xor__.Scalar,
+    aten.__xor__.Tensor,
     aten.mH.default,
     aten.mT.default,
     aten.matrix_H.default,
+    aten.max.other,
+    aten.min.other,
     aten.numpy_T.default,
     aten.repeat_interleave.self_int,
 )

@@ -59,7 +59,7 @@ def _split_cross_entropy(node: fx.Node, logits: fx.Node, given: dict[str, Any], 
     given = {**given, "weight": _summed(given["weight"], given, node)}
     options = (given["ignore_index"], smoothing, *([] if given["weight"] is None else [given["weight"]]))
     if facts.rank(logits) > 2:  # [n, v, ...]: classes last
-        logits = edit.call(node, aten.movedim.int, logits, 1, -1)
+        logits = edit.call(node, aten.permute.default, logits, [0, *range(2, facts.rank(logits)), 1])
     if reduction == NONE:
         return edit.call(node, ops.cross_entropy_each, logits, labels, *options)
     logits, labels = _unflattened(logits, labels)

@@ -50,10 +50,10 @@ class Saved:
 NOTHING, RESULT, OPERAND = fixed(), fixed(OUT), fixed(0)
 
 MOVES = (
-    aten.channel_shuffle.default, aten.constant_pad_nd.default, aten.diff.default, aten.fft_fft2.default,
+    aten.channel_shuffle.default, aten.constant_pad_nd.default, aten.fft_fft2.default,
     aten.fft_fftn.default,
     aten.fft_ifft2.default, aten.fft_ifftn.default, aten.fft_irfft.default, aten.fft_irfft2.default,
-    aten.fft_irfftn.default, aten.flip.default, aten.movedim.intlist,
+    aten.fft_irfftn.default, aten.flip.default,
     aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.repeat.default, aten.roll.default,
     aten.select_scatter.default, aten.slice_scatter.default, aten.stack.default, aten.tril.default, aten.triu.default,
     aten.view_as_real.default, ops.as_complex,
@@ -80,9 +80,7 @@ LINEAR = tuple(
         "diag_embed": "default",
         "diagonal_scatter": "default",
         "div": "Scalar Scalar_mode",
-        "fft_fftshift": "default",
         "fft_hfft": "default",
-        "fft_ifftshift": "default",
         "flatten": "using_ints",
         "floor": "default",
         "fmod": "Scalar",
@@ -100,8 +98,6 @@ LINEAR = tuple(
         "sub": "Scalar",
         "to": "dtype_layout",
         "trace": "default",
-        "trapezoid": "dx",
-        "true_divide": "Scalar",
         "trunc": "default",
         "upsample_bicubic2d": "default vec",
         "upsample_bilinear2d": "default vec",
@@ -124,12 +120,11 @@ CHOOSING = (
 
 WITH_RESULT = (
     aten.amax.default, aten.amin.default, aten.copysign.Scalar, aten.copysign.Tensor, aten.cumprod.default,
-    aten.float_power.Scalar, aten.frobenius_norm.dim,
+    aten.float_power.Scalar,
     aten.linalg_vector_norm.default, aten.logcumsumexp.default, aten.logsumexp.default, aten.max.default,
     aten.median.default, aten.min.default, aten.norm.Scalar,
     aten.norm.ScalarOpt_dim, aten.pow.Scalar, aten.prod.default, aten.prod.dim_int, aten.sgn.default,
-    aten.special_logsumexp.default, aten.std.correction,
-    aten.std.default, aten.std.dim, aten.std_mean.correction, aten.std_mean.dim,
+    aten.std.correction, aten.std_mean.correction,
 )  # fmt: skip
 """Operators that keep the first operand and the first result."""
 
@@ -217,12 +212,10 @@ SAVED: dict[Any, Row] = {
     aten.cosine_similarity.default: graded,
     aten.div.Tensor_mode: quotient,
     aten.kl_div.default: lambda grads: (0, 1) if grads[1] else (1,),
-    aten.kron.default: crosswise,
     aten.lerp.Tensor: lambda grads: (0, 1, 2) if grads[2] else (2,),
     aten.linalg_cholesky.default: RESULT,
     aten.pairwise_distance.default: RESULT,
     aten.poisson_nll_loss.default: fixed(1),
-    aten.true_divide.Tensor: quotient,
     **dict.fromkeys((aten.cdist.default, aten.float_power.Tensor_Tensor, aten.pow.Tensor_Tensor), fixed(0, 1, OUT)),
     **dict.fromkeys(
         (
@@ -242,7 +235,6 @@ SAVED: dict[Any, Row] = {
             aten._softmax.default,
             aten.exp2.default,
             aten.expm1.default,
-            aten.special_expit.default,
             aten.tan.default,
         ),
         RESULT,

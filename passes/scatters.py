@@ -3,8 +3,6 @@ inplace."""
 
 from __future__ import annotations
 
-import operator
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -67,27 +65,6 @@ def _permuted(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     return edit.call(view, aten.permute.default, new, [places.index(dim) for dim in range(rank)])
 
 
-def _moved_back(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
-    """A movedim with source and destination exchanged."""
-    _, source, destination = edit.args_of(view).values()
-    return edit.call(view, view.target, new, destination, source)
-
-
-def _narrowed(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
-    """A narrow, written back by slice_scatter."""
-    _, dim, start, length = edit.args_of(view).values()
-    end = (
-        start + length
-        if isinstance(start, int) and isinstance(length, int)
-        else edit.call(view, operator.add, start, length)
-    )
-    return _scattered(aten.slice_scatter.default)(
-        parent,
-        new,
-        edit.call(view, aten.slice.Tensor, parent, dim, start, sys.maxsize if end == 0 else end),
-    )
-
-
 def _identity(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     """A view of all elements: the new value itself."""
     return new
@@ -100,15 +77,9 @@ SCATTERS: dict[Any, Callable[[fx.Node, fx.Node, fx.Node], fx.Node]] = {
     aten.diagonal.default: _diagonal,
     aten.select.int: _scattered(aten.select_scatter.default),
     aten.slice.Tensor: _scattered(aten.slice_scatter.default),
-    aten.narrow.default: _narrowed,
     aten.permute.default: _permuted,
-    **dict.fromkeys((aten.movedim.int, aten.movedim.intlist), _moved_back),
     **dict.fromkeys(
         (
-            aten.mT.default,
-            aten.numpy_T.default,
-            aten.swapaxes.default,
-            aten.swapdims.default,
             aten.t.default,
             aten.transpose.int,
         ),
@@ -119,14 +90,11 @@ SCATTERS: dict[Any, Callable[[fx.Node, fx.Node, fx.Node], fx.Node]] = {
             aten.flatten.using_ints,
             aten.ravel.default,
             aten.reshape.default,
-            aten.reshape_as.default,
             aten.squeeze.default,
             aten.squeeze.dim,
             aten.squeeze.dims,
-            aten.unflatten.int,
             aten.unsqueeze.default,
             aten.view.default,
-            aten.view_as.default,
         ),
         _unview,
     ),

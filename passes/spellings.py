@@ -62,24 +62,20 @@ def _reshape(node: fx.Node) -> fx.Node:
     return _as(aten.reshape.default, node, (operand, reshape_sizes(operand, node)))
 
 
-def reshape_sizes(
-    operand: fx.Node, node: fx.Node, given: Callable[[int], int | fx.Node] | None = None
-) -> list[int | fx.Node]:
+def reshape_sizes(operand: fx.Node, node: fx.Node) -> list[int | fx.Node]:
     """The sizes of `node` as arguments of a reshape of `operand`. A symbolic size is taken from an equal dim of
-    `operand`; of the others one may be -1, and further ones are what `given` returns for the dim.
+    `operand`; one that no dim has is -1.
 
-    Raises ValueError where two symbolic sizes of the result are no sizes of the operand, and none are given."""
+    Raises ValueError where two symbolic sizes of the result are no sizes of the operand."""
     before, after = facts.shape(operand), facts.shape(node)
     sizes: list[int | fx.Node] = []
-    for dim, wanted in enumerate(after):
+    for wanted in after:
         if isinstance(wanted, int):
             sizes.append(wanted)
         elif wanted in before:
             sizes.append(edit.size(operand, before.index(wanted)))
         elif -1 not in sizes:
             sizes.append(-1)
-        elif given is not None:
-            sizes.append(given(dim))
         else:
             raise ValueError(f"cannot spell {node.name} ({facts.where(node)}) as a reshape from {before} to {after}")
     return sizes
@@ -186,10 +182,8 @@ def _squeezed(node: fx.Node) -> fx.Node | None:
 
 
 SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
-    aten.__and__.Tensor: _same_args(aten.bitwise_and.Tensor, 2),
     aten.__lshift__.Scalar: _same_args(aten.bitwise_left_shift.Tensor_Scalar, 2),
     aten.__lshift__.Tensor: _same_args(aten.bitwise_left_shift.Tensor, 2),
-    aten.__or__.Tensor: _same_args(aten.bitwise_or.Tensor, 2),
     aten.__rshift__.Scalar: _same_args(aten.bitwise_right_shift.Tensor_Scalar, 2),
     aten.__rshift__.Tensor: _same_args(aten.bitwise_right_shift.Tensor, 2),
     aten._log_softmax.default: _same_args(aten.log_softmax.int, 2),

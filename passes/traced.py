@@ -14,9 +14,8 @@ from passes._torch import enable_python_dispatcher, make_fx
 from passes.drop_devices import drop_devices
 
 
-def traced(node: fx.Node, function: Callable[..., Any]) -> fx.Node | None:
-    """The operators that `function` runs for the arguments of `node`, in front of it; None where it returns
-    NotImplemented. Where there are several results they take the places of the items of `node`.
+def traced(node: fx.Node, function: Callable[..., Any]) -> None:
+    """Replace `node` by the operators that `function` runs for its arguments; it stays where that is NotImplemented.
 
     They are those below autograd: torch's own composite operators are seen as what they consist of.
     """
@@ -32,12 +31,13 @@ def traced(node: fx.Node, function: Callable[..., Any]) -> fx.Node | None:
     with torch.no_grad(), mode, enable_python_dispatcher():
         body = drop_devices(make_fx(run)(*map(facts.value, operands)))
     if edit.output_node(body).args == (NotImplemented,):
-        return None
+        return
     for new in body.graph.nodes:
         new.meta = {"val": new.meta.get("val"), **edit.origin(node)}
     results = edit.copied_in(body, operands, node)
     if isinstance(results, fx.Node):
-        return results
+        edit.replace(node, results)
+        return
     for user in list(node.users):
         edit.replace(user, results[user.args[1]])
-    return None
+    node.graph.erase_node(node)

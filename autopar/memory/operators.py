@@ -48,7 +48,6 @@ _COPIES_GRADIENT = (
     aten.expand.default,
     aten.select.int,
     aten.slice.Tensor,
-    aten.narrow.default,
     aten.split.Tensor,
     aten.split_with_sizes.default,
     aten.chunk.default,

@@ -144,15 +144,9 @@ def _put_back(local: Local) -> float:
     return taken("w")(local) * wide * (2 if chosen.itemsize == 1 else 1)
 
 
-def _turns(name: str) -> Bytes:
-    """A copy, where argument `name` lists several dims, which are processed one after the other."""
-
-    def nbytes(local: Local) -> float:
-        dims = local.given(name)
-        count = len(dims) if dims is not None else len(local.op.call.outs[0].shape)
-        return local.out if count > 1 else 0.0
-
-    return nbytes
+def _turns(local: Local) -> float:
+    """A copy, where several dims are turned, which is done one after the other."""
+    return local.out if len(local.given("shifts")) > 1 else 0.0
 
 
 def _circular(local: Local) -> float:
@@ -236,19 +230,18 @@ def _of_mean(rest: Bytes) -> Bytes:
 FORWARD: dict[Any, Bytes] = {
     **rows(
         {
-            "w": "isinf native_dropout normal.Tensor_float median histc trapezoid.dx",
+            "w": "isinf native_dropout normal.Tensor_float median histc",
             "w+m": "count_nonzero.dim_IntList",
             "w+2m": "isfinite",
             "2w+3m": "isclose",
             "w+8m": "kthvalue",
-            "w+o": "logsumexp special_logsumexp",
+            "w+o": "logsumexp",
             "a": "argsort argsort.stable",
             "b": "cholesky_solve",
         }
     ),
     **dict.fromkeys(named("all.default all.dim all.dims any.default any.dim any.dims"), _truths),
     **dict.fromkeys((aten.median.dim, aten.nanmedian.dim), _along("", "w")),
-    **dict.fromkeys((aten.fft_fftshift.default, aten.fft_ifftshift.default), _turns("dim")),
     **dict.fromkeys(
         named("fft_fft2.default fft_fftn.default fft_ifft2.default fft_ifftn.default"), _transform("o", "2o")
     ),
@@ -259,9 +252,8 @@ FORWARD: dict[Any, Bytes] = {
     **matrices.FORWARD,
     aten.index.Tensor: _masked,
     aten.index_reduce.default: _counts,
-    aten.roll.default: _turns("shifts"),
+    aten.roll.default: _turns,
     aten.abs.default: _complex,
-    aten.diff.default: lambda local: local.out if len(local.ins) > 1 else 0.0,
     aten.cosine_similarity.default: lambda local: (3 - local.grads) * _joined(local),
     aten.binary_cross_entropy.default: _terms(0, 1),
     aten.binary_cross_entropy_with_logits.default: _terms(1, 2),
@@ -299,21 +291,19 @@ BACKWARD: dict[Any, Bytes] = {
             "m": "clamp_min clamp_max clamp_min.Tensor clamp_max.Tensor clamp.Tensor",
             "2m": "fmax fmin",
             "w": """batch_norm copysign.Scalar copysign.Tensor cosh digamma div.Tensor_mode exp2 expm1
-            frobenius_norm.dim hypot instance_norm lerp.Tensor lgamma linalg_vector_norm
+            hypot instance_norm lerp.Tensor lgamma linalg_vector_norm
                 log10 log1p log2 native_dropout norm.Scalar norm.ScalarOpt_dim pow.Scalar prelu prod sin sinh
-                special_i0 special_log1p special_xlogy.self_scalar sqrt
-                trapezoid.dx xlogy.Scalar_Self""",
+                sqrt xlogy.Scalar_Self""",
             "w+m": "nan_to_num",
-            "w+2m": "max.other maximum min.other minimum nansum",
-            "w+3m": "special_xlog1py special_xlogy xlogy.Tensor",
+            "w+2m": "maximum minimum nansum",
+            "w+3m": "special_xlog1py xlogy.Tensor",
             "1.5b": "ldexp.Tensor",
             "1.5w": "float_power.Scalar",
-            "w+2o": "var var.correction var.dim",
-            "w+3o": "prod.dim_int std std.correction std.dim",
+            "w+2o": "var.correction",
+            "w+3o": "prod.dim_int std.correction",
             "w+m+3o": "amax amin",
-            "2w": """atan cholesky_inverse cos cumsum logsumexp pow.Tensor_Scalar reciprocal rsqrt special_logsumexp
-            special_xlog1py.self_scalar square std_mean.correction
-                 std_mean.dim tan var_mean.correction var_mean.dim""",
+            "2w": """atan cholesky_inverse cos cumsum logsumexp pow.Tensor_Scalar reciprocal rsqrt
+            special_xlog1py.self_scalar square std_mean.correction tan var_mean.correction""",
             "2w+m": "max median min",
             "2w+m+3o": "aminmax",
             "2.5w": "float_power.Tensor_Scalar",
@@ -329,8 +319,7 @@ BACKWARD: dict[Any, Bytes] = {
             "4b": "embedding_bag.padding_idx",
         }
     ),
-    **dict.fromkeys((aten.fft_fftshift.default, aten.fft_ifftshift.default), _turns("dim")),
-    **dict.fromkeys((aten.div.Tensor, aten.true_divide.Tensor), _quotient),
+    aten.div.Tensor: _quotient,
     **dict.fromkeys(
         (aten.fmod.Tensor, aten.remainder.Tensor, aten.masked_scatter.default),
         lambda local: _for(len(local.ins) - 1, "w")(local),
@@ -347,7 +336,6 @@ BACKWARD: dict[Any, Bytes] = {
     aten.addmm.default: lambda local: local.out * (local.given("beta") != 1),
     aten.cholesky_solve.default: _for(1, "2b", "b"),
     aten.clamp.default: _bounded,
-    aten.diff.default: lambda local: local.ins[0] + FORWARD[aten.diff.default](local),
     aten.group_norm.default: _of_channels,
     **dict.fromkeys(named("fft_irfft.default fft_hfft.default"), _along("", "1.2o")),
     aten.fft_rfft.default: _along("3a", "5a"),
@@ -356,14 +344,13 @@ BACKWARD: dict[Any, Bytes] = {
     aten.index_add.default: lambda local: local.ins[2] * (local.grad(2) and local.given("alpha") != 1),
     aten.index_put.default: _put_back,
     aten.index_reduce.default: _spread_back,
-    aten.kron.default: _for(1, "2w", "w"),
     aten.linalg_cross.default: _smaller,
     aten.linalg_solve_triangular.default: _for(1, "a", "a+o"),
     aten.masked_fill.Tensor: _for(2, "4w"),
     aten.mul.Tensor: _conjugated,
     aten.outer.default: _for(1, "2w", "w"),
     aten.pad.default: _circular,
-    aten.roll.default: _turns("shifts"),
+    aten.roll.default: _turns,
     aten.scatter_reduce.two: _not_summed("5w"),
     aten.binary_cross_entropy_with_logits.default: lambda local: (
         taken("w")(local) * (len(local.ins) > 2 or local.grad(1)) * max(1, len(local.ins) - 1)

@@ -41,16 +41,6 @@ def diag_embed(call: Call) -> str:
     return rule([" ".join([*words(rank - 2), "z!"])], [" ".join(new.get(dim) or next(others) for dim in range(rank))])
 
 
-def kron(call: Call) -> str:
-    """Each dim of the result is the product of a dim of the first and one of the second operand. The operand with fewer
-    dims lacks the first ones."""
-    ranks = [len(t.shape) for t in call.ins]
-    rank = max(ranks)
-    names = [[f"{side}{dim}" for dim in range(rank - own, rank)] for side, own in zip("ab", ranks, strict=True)]
-    pairs = [[name for name in (f"a{dim}", f"b{dim}") if name in (*names[0], *names[1])] for dim in range(rank)]
-    return rule([" ".join(own) for own in names], [" ".join(f"({' '.join(pair)})" for pair in pairs)])
-
-
 def with_tolerances(plain: str) -> Spec:
     """The rule `plain` of one matrix each; further operands are a tolerance for each, or for all."""
     left, right = plain.split(" -> ")
@@ -108,7 +98,6 @@ RULES: dict[Any, Rule] = {
     aten.diag_embed.default: Rule(diag_embed, linear="all"),
     aten.diagonal.default: Rule(diagonal, linear="all"),
     aten.diagonal_scatter.default: Rule(diagonal_scatter, linear="all"),
-    aten.kron.default: Rule(kron, linear="each"),
     aten.linalg_cholesky.default: Rule("... i! j! -> ... i! j!"),
     aten.linalg_householder_product.default: Rule("... i! j!, ... r! -> ... i! j!"),
     aten.linalg_lu_solve.default: Rule(factored, linear="2"),

@@ -30,15 +30,14 @@ UNARY = """abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu clam
     isneginf isposinf
     leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num reciprocal relu relu6 round
     rsqrt
-    rad2deg selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink special_entr special_expit special_i0
-    special_log1p sqrt square
+    rad2deg selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink special_entr sqrt square
     tan tanh tanhshrink threshold trunc"""
 
 BINARY = """add addcdiv addcmul atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor
     copysign div eq
     floor_divide fmax fmin fmod ge gt heaviside hypot le lerp logaddexp logaddexp2 logical_and logical_or logical_xor lt
     float_power gcd isclose lcm ldexp masked_fill maximum minimum mul ne nextafter polar pow remainder
-    rsub special_xlog1py special_xlogy sub true_divide where xlogy __and__ __or__ __xor__"""
+    rsub special_xlog1py sub where xlogy"""
 
 LIKE = "empty_like full_like ones_like zeros_like"
 """Operators that read only the sizes of their operand."""
@@ -105,8 +104,6 @@ RULES: dict[Any, Rule] = {
     aten.lerp.Tensor: Rule(broadcast, linear="0+1"),
     aten.masked_fill.Scalar: Rule(broadcast, linear=_keeps_zero(2, "0")),
     aten.masked_fill.Tensor: Rule(broadcast, linear="0+2"),
-    aten.max.other: Rule(broadcast),
-    aten.min.other: Rule(broadcast),
     aten.mul.Scalar: Rule(broadcast, linear=_products),
     aten.mul.Tensor: Rule(broadcast, linear=_products),
     aten.neg.default: Rule(broadcast, linear="all"),
@@ -115,8 +112,6 @@ RULES: dict[Any, Rule] = {
     aten.sub.Tensor: Rule(broadcast, linear=_sums),
     aten.to.dtype: Rule(broadcast, linear=_casts),
     aten.to.dtype_layout: Rule(broadcast, linear=_casts),
-    aten.true_divide.Scalar: Rule(broadcast, linear="all"),
-    aten.true_divide.Tensor: Rule(broadcast, linear=_quotients),
     aten.where.ScalarOther: Rule(broadcast, linear=_keeps_zero(2, "1")),
     aten.where.ScalarSelf: Rule(broadcast, linear=_keeps_zero(1, "1")),
     aten.where.self: Rule(broadcast, linear="1+2"),

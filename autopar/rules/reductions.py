@@ -126,19 +126,17 @@ def cross(call: Call) -> str:
     return _pair(call, given(call)["dim"], "z!")
 
 
-WHOLE_DIM = """_softmax.default _log_softmax.default softmax.int log_softmax.int special_softmax.int
-    special_log_softmax.int
+WHOLE_DIM = """_softmax.default _log_softmax.default softmax.int log_softmax.int 
     argsort.default argsort.stable cumprod.default cummax.default cummin.default glu.default logcumsumexp.default
     sort.default sort.stable topk.default"""
 """Operators that need their `dim` whole and do not let a partial sum through."""
 
 REDUCED = """all.dim all.dims amax.default amin.default any.dim any.dims argmax.default argmin.default logsumexp.default
-    max.dim min.dim median.dim nanmedian.dim mode.default kthvalue.default prod.dim_int std.correction std.dim
-    var.correction
-    var.dim var_mean.correction std_mean.correction var_mean.dim std_mean.dim linalg_vector_norm.default
+    max.dim min.dim median.dim nanmedian.dim mode.default kthvalue.default prod.dim_int std.correction
+    var.correction var_mean.correction std_mean.correction linalg_vector_norm.default
     norm.ScalarOpt_dim
-    aminmax.default all.default any.default max.default min.default median.default prod.default std.default var.default
-    norm.Scalar special_logsumexp.default frobenius_norm.dim linalg_norm.default linalg_norm.ord_str
+    aminmax.default all.default any.default max.default min.default median.default prod.default
+    norm.Scalar linalg_norm.default linalg_norm.ord_str
     linalg_matrix_norm.default linalg_matrix_norm.str_ord
     nanmean.default nanquantile.scalar quantile.scalar"""
 """Reductions that need the reduced dims whole."""
@@ -164,6 +162,5 @@ RULES: dict[Any, Rule] = {
     aten.rms_norm.default: Rule(layer_norm),
     aten.sum.default: Rule(reduced(), linear="all"),
     aten.sum.dim_IntList: Rule(reduced(), linear="all"),
-    aten.trapezoid.dx: Rule(reduced("!"), linear="all"),
     ops.statistic: Rule(statistic, linear="first"),
 }

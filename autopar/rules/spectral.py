@@ -11,7 +11,6 @@ from autopar.rules.rule import Rule
 
 ONE_DIM = "fft_fft fft_hfft fft_ifft fft_ihfft fft_irfft fft_rfft"
 DIMS = "fft_fft2 fft_fftn fft_ifft2 fft_ifftn fft_irfft2 fft_irfftn fft_rfft2 fft_rfftn"
-SHIFTS = "fft_fftshift fft_ifftshift"
 
 
 def transform(call: Call) -> str:
@@ -44,7 +43,7 @@ PARTS = "_conj conj conj_physical imag real resolve_conj"
 """Linear operators on each element of one complex tensor."""
 
 RULES: dict[Any, Rule] = {
-    **{op: Rule(transform, linear="first") for op in overloads(f"{ONE_DIM} {DIMS} {SHIFTS}")},
+    **{op: Rule(transform, linear="first") for op in overloads(f"{ONE_DIM} {DIMS}")},
     **{op: Rule(framed(2), linear="first") for op in named("istft.default")},
     **{op: Rule(framed(1), linear="first") for op in named("stft.default stft.center")},
     **{op: Rule("... -> ...", linear="all") for op in overloads(PARTS)},

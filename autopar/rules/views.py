@@ -36,15 +36,6 @@ def turn(call: Call) -> str:
     return rule([" ".join(before)], [" ".join(reversed(before))])
 
 
-def movedim(call: Call) -> str:
-    """Some dims are moved to given positions; the others keep their order."""
-    rank = rank_of(call)
-    source, destination = dims(given(call)["source"], rank), dims(given(call)["destination"], rank)
-    places = dict(zip(destination, source, strict=True))
-    rest = iter([d for d in range(rank) if d not in source])
-    return rule([line(rank)], [" ".join(f"d{places[d] if d in places else next(rest)}" for d in range(rank))])
-
-
 def expand(call: Call) -> str:
     """New and broadcast dims are factors that the operand lacks; its gradient is summed over them."""
     before, after = call.ins[0].shape, call.outs[0].shape
@@ -153,19 +144,6 @@ def _pads_zeros(call: Call) -> str:
     return "" if given(call)["value"] not in (None, 0, 0.0) else "all"
 
 
-def _subtracts(call: Call) -> str:
-    """Differences of truth values are exclusive ors, which are not linear: parts of truth values are put together by
-    or."""
-    return "" if any(t.itemsize == 1 and not t.floating for t in call.ins) else "all"
-
-
-def diff(call: Call) -> str:
-    """Differences of neighbours along a dim that stays whole; other tensors may be put before and after the operand."""
-    rank = rank_of(call)
-    dim = given(call)["dim"] % rank
-    return rule([line(rank, {dim: f"y{i}!"}) for i in range(len(call.ins))], [line(rank, {dim: "z!"})])
-
-
 def repeat(call: Call) -> str:
     """Copies side by side: a cut of the operand cuts each copy, section by section."""
     before, after = call.ins[0].shape, call.outs[0].shape
@@ -186,9 +164,6 @@ MOVES: dict[Any, Spec] = {
     aten.expand.default: expand,
     aten.flatten.using_ints: reshape,
     aten.flip.default: along("dims"),
-    aten.movedim.int: movedim,
-    aten.movedim.intlist: movedim,
-    aten.narrow.default: along(),
     aten.permute.default: permute,
     aten.pixel_shuffle.default: pixel_shuffle,
     aten.repeat.default: repeat,
@@ -213,7 +188,6 @@ MOVES: dict[Any, Spec] = {
 RULES: dict[Any, Rule] = {
     **{op: Rule(spec, linear="all") for op, spec in MOVES.items()},
     aten.constant_pad_nd.default: Rule(pad, linear=_pads_zeros),
-    aten.diff.default: Rule(diff, linear=_subtracts),
     aten.pad.default: Rule(pad, linear=_pads_zeros),
     aten.tril.default: Rule("... r! c! -> ... r! c!", linear="all"),
     aten.triu.default: Rule("... r! c! -> ... r! c!", linear="all"),

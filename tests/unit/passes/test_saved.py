@@ -33,7 +33,6 @@ MOVED = {
     aten.channel_shuffle.default: (2,),
     aten.constant_pad_nd.default: ([0, 1],),
     aten.flip.default: ([1],),
-    aten.movedim.intlist: ([0], [1]),
     aten.pixel_shuffle.default: (2,),
     aten.pixel_unshuffle.default: (2,),
     aten.repeat.default: ([2, 1, 1, 1],),

@@ -147,6 +147,13 @@ def test_second_names_of_common_operators(function):
         lambda m, x, y: (x @ m.w).msort(),
         lambda m, x, y: torch.cov((x @ m.w).flatten(0, 1).T) + torch.cov(m.w, correction=0),
         lambda m, x, y: torch.corrcoef((x @ m.w).flatten(0, 1).T),
+        lambda m, x, y: torch.diff(x @ m.w, dim=1, prepend=x[:, :1]).sum() + torch.trapezoid(x @ m.w, dim=1).sum(),
+        lambda m, x, y: x @ torch.kron(m.w[:2], m.w[:3, :2]),
+        lambda m, x, y: torch.fft.fftshift(x @ m.w, 1) + torch.fft.ifftshift(x, (1, 2)) * m.w[0],
+        lambda m, x, y: (x @ m.w).narrow(-1, -2, 2).movedim(1, 2) * x.movedim((1, 2), (2, 1)).narrow(1, 1, 2),
+        lambda m, x, y: (x @ m.w).std(1) + x.var() * m.w[0] + torch.std_mean(torch.special.expit(x).max(m.w[0]), 1)[1],
+        lambda m, x, y: torch.special.logsumexp(torch.special.xlogy(x, x.abs() + m.w[0] ** 2), 1),
+        lambda m, x, y: x.true_divide(2) * torch.special.log1p(m.w[0] ** 2) * ((x > 0) & (m.w[0] > 0) | (x < -1)),
     ],
 )
 def test_operators_that_are_made_of_common_ones(function):

@@ -103,7 +103,6 @@ LINALG: Samples = {
         case(f(4, 5, 6), f(5, 4), 1, 0, 2),
         case(f(4, 6), f(4)),
     ],
-    aten.kron.default: [case(f(4, 6), f(5, 8)), case(f(4), f(3, 6)), case(f(2, 4, 1), f(4))],
     aten.linalg_cholesky.default: [case(d(5, 4, 4)), case(d(4, 4), upper=True), case(d(6, 5, 3, 3))],
     aten.linalg_solve_triangular.default: [
         case(d(5, 4, 4), f(5, 4, 6), upper=False),

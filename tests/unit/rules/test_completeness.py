@@ -139,8 +139,6 @@ LINEAR: dict[Any, tuple[str, str]] = {
     aten.scaled_dot_product_attention.default: ("2", "values, beside queries and keys that are whole on each rank"),
     aten.special_xlog1py.default: ("0", LOGARITHMS),
     aten.special_xlog1py.other_scalar: ("all", LOGARITHMS),
-    aten.special_xlogy.default: ("0", LOGARITHMS),
-    aten.special_xlogy.other_scalar: ("all", LOGARITHMS),
     aten.where.Scalar: ("all", "conditions"),
     aten.xlogy.Scalar_Other: ("all", LOGARITHMS),
     aten.xlogy.Tensor: ("0", LOGARITHMS),

@@ -28,12 +28,7 @@ def broadcasts(gm: fx.GraphModule) -> fx.GraphModule:
             with edit.before(user):
                 edit.replace(user, _expanded(tensors[user.args[1]], tensors, user))  # type: ignore[index,arg-type]
         node.graph.erase_node(node)
-    for node in edit.calls(gm, aten.slice.Tensor):
-        with edit.before(node):
-            part = _part(node)
-        if part is not None:
-            edit.replace(node, part)
-    return edit.finish(gm)
+    return edit.rewrite(gm, {aten.slice.Tensor: _part})
 
 
 def _part(node: fx.Node) -> fx.Node | None:

@@ -30,14 +30,17 @@ def einsums(gm: fx.GraphModule) -> fx.GraphModule:
     does: multiplies more than two operands pair by pair, in torch's own order (from the left, or along the path that
            the call names); and sums letters that only one operand has, before that.
     gives: einsums of one operand, or of two that share each letter that is summed."""
-    for node in edit.calls(gm, aten.einsum.default):
-        equation, operands = node.args[:2]
-        ins, out = spelled(str(equation), [facts.shape(operand) for operand in operands])  # type: ignore[union-attr, arg-type]  # a list of nodes
-        terms = list(zip(operands, ins, strict=True))  # type: ignore[arg-type]  # the same
-        if len(terms) > 2 or (len(terms) == 2 and _lonely(terms, out)):
-            with edit.before(node):
-                edit.replace(node, _pairwise(node, [_narrowed(node, terms, term, out) for term in terms], out))
-    return edit.finish(gm)
+    return edit.rewrite(gm, {aten.einsum.default: _by_pairs})
+
+
+def _by_pairs(node: fx.Node) -> fx.Node | None:
+    """An einsum as einsums of two operands; None where it is one already."""
+    equation, operands = node.args[:2]
+    ins, out = spelled(str(equation), [facts.shape(operand) for operand in operands])  # type: ignore[union-attr, arg-type]  # a list of nodes
+    terms = list(zip(operands, ins, strict=True))  # type: ignore[arg-type]  # the same
+    if len(terms) < 2 or (len(terms) == 2 and not any(_lone(terms, term, out) for term in terms)):
+        return None
+    return _pairwise(node, [_narrowed(node, terms, term, out) for term in terms], out)
 
 
 def spelled(equation: str, shapes: Sequence[tuple[Size, ...]]) -> tuple[list[str], str]:
@@ -102,11 +105,6 @@ def _lone(terms: Sequence[Term], term: Term, out: str) -> str:
         for letter in dict.fromkeys(term[1])
         if letter not in out and sum(letter in letters for letters in held) == 1
     )
-
-
-def _lonely(terms: Sequence[Term], out: str) -> bool:
-    """Whether some operand has letters that neither the result nor another operand has."""
-    return any(_lone(terms, term, out) for term in terms)
 
 
 def _narrowed(node: fx.Node, terms: Sequence[Term], term: Term, out: str) -> Term:

@@ -23,25 +23,26 @@ def fills(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: flattening reshapes sunk, one spelling of reshapes and expansions.
     does: finds `masked_scatter` of whole rows of [b, s, d], and `x[mask] = rows`, from features of as many samples.
     gives: `ops.fill_rows`, which can be split by samples and by width. All other writes stay as they are."""
-    for node in edit.calls(gm, aten.masked_scatter.default):
-        target, mask, source = node.args
-        which = _of_rows(mask, facts.shape(node))
-        if which is not None:
-            with edit.before(node):
-                _fill(node, target, edit.call(node, aten.squeeze.dim, which, -1), source)
-    for node in edit.calls(gm, aten.index_put.default):
-        given = edit.args_of(node)
-        if not given["accumulate"] and len(given["indices"]) == 1 and _is_mask(given["indices"][0], facts.shape(node)):
-            with edit.before(node):
-                _fill(node, given["self"], given["indices"][0], given["values"])
-    return edit.finish(gm)
+    return edit.rewrite(gm, {aten.masked_scatter.default: _scattered, aten.index_put.default: _put})
 
 
-def _fill(node: fx.Node, target: Any, places: fx.Node, source: Any) -> None:
-    """Replaces `node` by `ops.fill_rows` where `source` has the same number of rows for each sample."""
-    rows = _by_samples(source, facts.shape(node))
-    if rows is not None:
-        edit.replace(node, edit.call(node, ops.fill_rows, target, places, rows))
+def _scattered(node: fx.Node) -> fx.Node | None:
+    """A `masked_scatter` of whole rows as `ops.fill_rows`."""
+    target, mask, source = node.args
+    rows, which = _by_samples(source, facts.shape(node)), _of_rows(mask, facts.shape(node))
+    if rows is None or which is None:
+        return None
+    return edit.call(node, ops.fill_rows, target, edit.call(node, aten.squeeze.dim, which, -1), rows)
+
+
+def _put(node: fx.Node) -> fx.Node | None:
+    """`x[mask] = rows` as `ops.fill_rows`."""
+    given = edit.args_of(node)
+    rows = _by_samples(given["values"], facts.shape(node))
+    if rows is None or given["accumulate"] or len(given["indices"]) != 1:
+        return None
+    places = given["indices"][0]
+    return edit.call(node, ops.fill_rows, given["self"], places, rows) if _is_mask(places, facts.shape(node)) else None
 
 
 def _is_mask(index: Any, shape: tuple[facts.Size, ...]) -> bool:

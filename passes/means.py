@@ -14,10 +14,7 @@ def means(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
     does: `mean` over dims or all becomes `sum` divided by the number of elements, symbolic where sizes are.
     gives: no means. In float16 the sum is taken in float32, as it may leave float16's range."""
-    for node in edit.calls(gm, aten.mean.default, aten.mean.dim):
-        with edit.before(node):
-            edit.replace(node, _quotient(node))
-    return edit.finish(gm)
+    return edit.rewrite(gm, dict.fromkeys((aten.mean.default, aten.mean.dim), _quotient))
 
 
 def _quotient(node: fx.Node) -> fx.Node:

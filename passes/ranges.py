@@ -63,16 +63,16 @@ def ranges(gm: fx.GraphModule) -> fx.GraphModule:
     does: replaces an `index` some of whose indices are ranges over whole dims: by a permutation if all are, by `gather`
            or `index_select` if one is not.
     gives: no index that is a range over a whole dim, except where two or more other indices are no ranges."""
-    for node in edit.calls(gm, aten.index.Tensor):
-        found = _read(node)
-        others = [] if found is None else [i for i, own in enumerate(found.own) if own is None]
-        if found is None or len(others) > 1 or len(others) == len(found.own):
-            continue
-        with edit.before(node):
-            new = _taken(found, others[0], node) if others else _turned(found, found.x, found.named, node)
-        if new is not None:
-            edit.replace(node, new)
-    return edit.finish(gm)
+    return edit.rewrite(gm, {aten.index.Tensor: _without_ranges})
+
+
+def _without_ranges(node: fx.Node) -> fx.Node | None:
+    """An index without its ranges; None where it has none, or two or more other indices."""
+    found = _read(node)
+    others = [] if found is None else [i for i, own in enumerate(found.own) if own is None]
+    if found is None or len(others) > 1 or len(others) == len(found.own):
+        return None
+    return _taken(found, others[0], node) if others else _turned(found, found.x, found.named, node)
 
 
 def _read(node: fx.Node) -> _Indexed | None:

@@ -21,18 +21,17 @@ def rejoined(gm: fx.GraphModule) -> fx.GraphModule:
     does: finds pieces that one tensor was unbound into along its first dim, all of them, in order, concatenated or
            stacked again.
     gives: a reshape that merges the first two dims, or the tensor itself."""
-    for node in edit.calls(gm, aten.cat.default, aten.stack.default):
-        given = edit.args_of(node)
-        source = _whole(given["tensors"]) if given["dim"] == 0 else None
-        if source is None:
-            continue
-        with edit.before(node):
-            new = source
-            if node.target is aten.cat.default:
-                rest = [edit.size(source, dim) for dim in range(2, facts.rank(source))]
-                new = edit.call(node, aten.reshape.default, source, [-1, *rest])
-        edit.replace(node, new)
-    return edit.finish(gm)
+    return edit.rewrite(gm, dict.fromkeys((aten.cat.default, aten.stack.default), _joined))
+
+
+def _joined(node: fx.Node) -> fx.Node | None:
+    """What `node` puts together again; None where it does not."""
+    given = edit.args_of(node)
+    source = _whole(given["tensors"]) if given["dim"] == 0 else None
+    if source is None or node.target is aten.stack.default:
+        return source
+    rest = [edit.size(source, dim) for dim in range(2, facts.rank(source))]
+    return edit.call(node, aten.reshape.default, source, [-1, *rest])
 
 
 def _whole(pieces: Any) -> fx.Node | None:

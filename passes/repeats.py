@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
+from torch.fx.node import map_arg
 
 from passes import edit, facts
 from passes.running_sums import running_sums
@@ -59,7 +60,7 @@ class Instance:
 
         rows = []
         for node in self.nodes:
-            arguments = _plain((node.args, node.kwargs), name)
+            arguments = map_arg((node.args, node.kwargs), name)
             rows.append((node.op, str(node.target), repr(arguments), _facts(node)))
         self.outside = list(slots)
         buffers = {value.meta["fqn"]: slot for value, slot in slots.items() if is_weight(value)}
@@ -303,14 +304,3 @@ def _facts(node: fx.Node) -> str:
         return str(facts.as_number(held, node.graph.owning_module)) if not isinstance(held, (tuple, list)) else "none"
     gm = node.graph.owning_module
     return str([([facts.as_size(size, gm) for size in t.shape], t.dtype) for t in facts.tensors(node)])
-
-
-def _plain(argument: Any, name: Any) -> Any:
-    """An argument with every node in it replaced by what `name` gives for it, so that arguments can be compared."""
-    if isinstance(argument, fx.Node):
-        return name(argument)
-    if isinstance(argument, (tuple, list)):
-        return [_plain(item, name) for item in argument]
-    if isinstance(argument, dict):
-        return [(key, _plain(value, name)) for key, value in argument.items()]
-    return argument

@@ -28,8 +28,8 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     does: marks the calls of EITHER whose result is in another memory than their operand. In a subgraph (a `no_grad`
            region), calls on placeholders are not marked.
     gives: `meta[COPIED]`, for `inplace`."""
-    for module in gm.modules():
-        for node in edit.calls(module, *EITHER) if isinstance(module, fx.GraphModule) else ():
+    for module in edit.graphs(gm):
+        for node in edit.calls(module, *EITHER):
             operand = node.args[0]
             assert isinstance(operand, fx.Node)
             if (module is gm or operand.op != "placeholder") and facts.value(node).untyped_storage() is not facts.value(

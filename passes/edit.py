@@ -196,11 +196,13 @@ def part_of(node: Any, number: int) -> Any:
 
 
 def graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """The graph itself and the bodies of its folded blocks."""
-    yield gm
-    for child in gm.children():
-        if isinstance(child, fx.GraphModule):
-            yield from graphs(child)
+    """The graph itself and those inside it: bodies of folded blocks, and regions."""
+    return (module for module in gm.modules() if isinstance(module, fx.GraphModule))
+
+
+def nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """The nodes of all `graphs`."""
+    return (node for graph in graphs(gm) for node in graph.graph.nodes)
 
 
 def drop_dead(gm: fx.GraphModule) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from passes import edit
+
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _REPEATED_CALL = re.compile(r"@\d+$")
@@ -17,14 +19,11 @@ def provenance(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: `nn_module_stack` and `stack_trace` as export leaves them, on nodes of the graph and its subgraphs.
     does: reads the innermost module and the last frame outside torch.
     gives: `meta["module"]` ("transformer.h.0.attn", "" for the top) and `meta["source"]` ("file.py:41" or "")."""
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for node in module.graph.nodes:
-            # nodes that export inserts have no place in the model
-            is_size = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat))
-            node.meta.setdefault("module", "" if is_size else module_path(node))
-            node.meta.setdefault("source", "" if is_size else source_line(node))
+    for node in edit.nodes(gm):
+        # nodes that export inserts have no place in the model
+        is_size = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat))
+        node.meta.setdefault("module", "" if is_size else module_path(node))
+        node.meta.setdefault("source", "" if is_size else source_line(node))
     return gm
 
 

@@ -67,11 +67,10 @@ EVALUATED: dict[Any, Any] = {
 def evaluate(gm: fx.GraphModule) -> fx.GraphModule:
     """Change a captured training step, in place, to what evaluation computes. The result is for an interpreter only:
     its targets may be plain functions, which no pass knows."""
-    for module in gm.modules():
-        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            if node.target in SWITCHES:
-                turn_off(node)
-            node.target = EVALUATED.get(node.target, node.target)
+    for node in edit.nodes(gm):
+        if node.target in SWITCHES:
+            turn_off(node)
+        node.target = EVALUATED.get(node.target, node.target)
     return gm
 
 

@@ -35,7 +35,7 @@ from autopar.capture.step_variation import one_step
 from autopar.capture.to_graph import structure as outputs_of
 from autopar.capture.to_graph import to_graph
 from autopar.errors import CaptureError
-from passes import facts
+from passes import edit, facts
 
 
 @draws()  # a user's own random numbers go on where they were
@@ -186,11 +186,9 @@ def _capture_notes(found: Sequence[str], rerun: Sequence[str], *, differs: bool)
 
 def _changed_weights(model: nn.Module, gm: fx.GraphModule) -> Iterator[str]:
     """A note on the model's parameters that forward changes, and that are buffers in the graph therefore."""
-    graphs = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
     buffers = {
         name
-        for graph in graphs
-        for node in graph.graph.find_nodes(op="placeholder")
+        for node in edit.nodes(gm)
         if node.meta.get("role") == "buffer"
         for name in node.meta.get("fqns") or [node.meta["fqn"]]
     }
@@ -312,14 +310,12 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 def graph_hash(gm: fx.GraphModule) -> str:
     """Hash of what the graph computes: ops, sizes, arguments and parameter names, not source lines."""
     text = [passes.run.__name__]
-    for module in (gm, *(m for m in gm.children() if isinstance(m, fx.GraphModule))):
-        for node in module.graph.nodes:
-            held = [(tuple(map(str, t.shape)), str(t.dtype)) for t in facts.tensors(node)] if "val" in node.meta else []
-            target = getattr(node.target, "__name__", str(node.target))
-            text.append(
-                f"{node.name} {target} {node.args} {node.kwargs} {held} {node.meta.get('fqn')} "
-                f"{node.meta.get('repeat')}"
-            )
+    for node in edit.nodes(gm):
+        held = [(tuple(map(str, t.shape)), str(t.dtype)) for t in facts.tensors(node)] if "val" in node.meta else []
+        target = getattr(node.target, "__name__", str(node.target))
+        text.append(
+            f"{node.name} {target} {node.args} {node.kwargs} {held} {node.meta.get('fqn')} {node.meta.get('repeat')}"
+        )
     return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
 

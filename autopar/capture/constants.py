@@ -12,7 +12,7 @@ from torch import fx, nn
 from autopar.capture.recompute import recompute
 from autopar.capture.state import own_state
 from autopar.errors import CaptureError
-from passes import facts
+from passes import edit, facts
 
 
 def constants(model: nn.Module, gm: fx.GraphModule) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -55,10 +55,9 @@ def fleeting(model: nn.Module) -> tuple[str, ...]:
 
 def _read(gm: fx.GraphModule) -> Iterator[str]:
     """Names of the buffers and constants of the graph, those of all instances of its blocks included."""
-    for graph in (gm, *(m for m in gm.children() if isinstance(m, fx.GraphModule))):
-        for node in graph.graph.nodes:
-            if node.op == "placeholder" and node.meta.get("role") in ("buffer", "constant"):
-                yield from node.meta.get("fqns") or [str(node.meta["fqn"])]
+    for node in edit.nodes(gm):
+        if node.op == "placeholder" and node.meta.get("role") in ("buffer", "constant"):
+            yield from node.meta.get("fqns") or [str(node.meta["fqn"])]
 
 
 def _attribute(model: nn.Module, name: str) -> torch.Tensor | None:
@@ -72,8 +71,7 @@ def _attribute(model: nn.Module, name: str) -> torch.Tensor | None:
 def _refuse(model: nn.Module, gm: fx.GraphModule, name: str) -> NoReturn:
     readers = [
         facts.where(user)
-        for graph in (gm, *(m for m in gm.children() if isinstance(m, fx.GraphModule)))
-        for node in graph.graph.nodes
+        for node in edit.nodes(gm)
         if node.op == "placeholder" and name in (node.meta.get("fqns") or [node.meta.get("fqn")])
         for user in node.users
     ]

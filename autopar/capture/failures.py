@@ -20,7 +20,7 @@ from autopar.capture.mask_branches import Picking
 from autopar.capture.outer_code import fake
 from autopar.capture.valueless import valueless
 from autopar.errors import CaptureError
-from passes import facts
+from passes import edit, facts
 
 _GUARD = re.compile(r"satisfy the generated guard (.+?)\.?$", re.M)
 _SIZE = re.compile(r"(\w+) = (L\[[^=]*?\.size\(\)\[\d+\])")  # b = L['x'].size()[0]
@@ -196,7 +196,7 @@ def _described(value: Any) -> str:
 def refuse_sizes_of_values(gm: fx.GraphModule, model: str) -> None:
     """Raise CaptureError, with the line, where the number of rows of a tensor depends on values."""
     known = set(facts.symbols(gm).values())
-    for module in (module for module in gm.modules() if isinstance(module, fx.GraphModule)):
+    for module in edit.graphs(gm):
         for node in (node for node in module.graph.nodes if "val" in node.meta):
             sizes = [facts.as_size(size, module) for tensor in facts.tensors(node) for size in tensor.shape]
             if other := {name for size in sizes for name in getattr(size, "free_symbols", ())} - known:

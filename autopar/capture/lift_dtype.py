@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes import facts
+from passes import edit, facts
 from passes._torch import OpOverload
 
 
@@ -23,11 +23,10 @@ def lift(gm: fx.GraphModule, dtype: torch.dtype = torch.float64) -> fx.GraphModu
     """A copy of `gm` that computes in `dtype` wherever it computed in a floating point dtype."""
     lifted = copy.deepcopy(gm)
     lifted.meta.update(gm.meta)
-    for module in lifted.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                _lift_node(node, dtype)
-            module.recompile()
+    for node in edit.nodes(lifted):
+        _lift_node(node, dtype)
+    for graph in edit.graphs(lifted):
+        graph.recompile()
     return lifted
 
 

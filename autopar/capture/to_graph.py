@@ -19,6 +19,7 @@ from autopar.capture.dims import Dims
 from autopar.capture.inside import DERIVED
 from autopar.capture.shadow import WithLoss
 from autopar.errors import CaptureError
+from passes import edit
 from passes._torch import make_graph_module
 from passes.provenance import source_line
 
@@ -125,14 +126,13 @@ def _name_inputs(gm: fx.GraphModule, given: Sequence[tuple[fx.Node, Any]], dims:
 def _mend_places(gm: fx.GraphModule) -> None:
     """Module paths and source lines as the user knows them, without our wrapper and frames."""
     here = re.compile(rf'\s*File "{re.escape(str(Path(__file__).parent))}/[^\n]*(\n(?!\s*File)[^\n]*)*')
-    for module in gm.modules():
-        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            stack = node.meta.get("nn_module_stack") or {}
-            node.meta["nn_module_stack"] = {
-                key: (path.removeprefix(INNER) if path != WithLoss.INNER else "", kind)
-                for key, (path, kind) in stack.items()
-            }
-            node.meta["stack_trace"] = here.sub("", node.meta.get("stack_trace") or "")
+    for node in edit.nodes(gm):
+        stack = node.meta.get("nn_module_stack") or {}
+        node.meta["nn_module_stack"] = {
+            key: (path.removeprefix(INNER) if path != WithLoss.INNER else "", kind)
+            for key, (path, kind) in stack.items()
+        }
+        node.meta["stack_trace"] = here.sub("", node.meta.get("stack_trace") or "")
 
 
 def _outputs(program: ExportedProgram, gm: fx.GraphModule) -> list[dict[str, str]]:

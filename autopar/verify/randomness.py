@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar.rules import rule_for
-from passes import facts
+from passes import edit, facts
 from passes.switches import SWITCHES, turn_off
 
 aten = torch.ops.aten
@@ -54,8 +54,7 @@ def keep_all(gm: fx.GraphModule) -> tuple[str, ...]:
     silenced: list[str] = []
     stilled: list[str] = []
     others: list[str] = []
-    graphs = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    for node in [node for part in graphs for node in part.graph.nodes]:
+    for node in list(edit.nodes(gm)):
         if node.target in SWITCHES:
             silenced += [node.name] if turn_off(node) else []
         elif node.target in STILL:
@@ -63,7 +62,7 @@ def keep_all(gm: fx.GraphModule) -> tuple[str, ...]:
             _still(node)
         elif node.op == "call_function" and _draws(node.target):
             others.append(f"{node.name} ({facts.where(node)})")
-    for part in graphs:
+    for part in edit.graphs(gm):
         part.recompile()
     notes = (
         [
@@ -79,15 +78,11 @@ def keep_all(gm: fx.GraphModule) -> tuple[str, ...]:
 
 def drawn(gm: fx.GraphModule) -> list[str]:
     """The operators of a captured graph that draw random numbers, dropout aside, by name."""
-    nodes = [
-        node
-        for module in gm.modules()
-        if isinstance(module, fx.GraphModule)
-        for node in module.graph.nodes
-        if node.op == "call_function"
-    ]
     return [
-        node.name for node in nodes if node.target not in SWITCHES and (node.target in STILL or _draws(node.target))
+        node.name
+        for graph in edit.graphs(gm)
+        for node in edit.calls(graph)
+        if node.target not in SWITCHES and (node.target in STILL or _draws(node.target))
     ]
 
 

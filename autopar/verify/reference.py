@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from autopar.problem.graph import op_name
 from autopar.verify.second_step import finite
-from passes import facts
+from passes import edit, facts
 from passes.interpret import Interpret
 from passes.switches import evaluate
 
@@ -204,8 +204,7 @@ def _take(held: Mapping[str, Tensor], changed: Mapping[str, Tensor]) -> None:
 def trainable(gm: fx.GraphModule) -> dict[str, None]:
     """Names of the parameters that get gradients, in graph order, those of all block instances included."""
     found: dict[str, None] = {}
-    for graph in (gm, *(m for m in gm.children() if isinstance(m, fx.GraphModule))):
-        for node in graph.graph.nodes:
-            if facts.is_trained(node) and facts.is_float(node):
-                found.update(dict.fromkeys(node.meta.get("fqns") or [node.meta["fqn"]]))
+    for node in edit.nodes(gm):
+        if facts.is_trained(node) and facts.is_float(node):
+            found.update(dict.fromkeys(node.meta.get("fqns") or [node.meta["fqn"]]))
     return found

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from passes import edit
 from passes._torch import OpOverload
 from passes.fake_quantize import FAKE_QUANTIZED
-from passes.traced import traced
+from passes.traced import Bodies, traced
 
 aten = torch.ops.aten
 
@@ -21,9 +21,10 @@ def composed(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: values and provenance.
     does: replaces the operators of the tables below by the common ones that they consist of.
     gives: the same values; grids of images no longer have the number of samples among their arguments."""
+    bodies: Bodies = {}
     for node in edit.calls(gm, *COMPOSITE, *WRITTEN):
         assert isinstance(node.target, OpOverload)
-        traced(node, WRITTEN.get(node.target, node.target.decompose))
+        traced(node, WRITTEN.get(node.target, node.target.decompose), bodies)
     gm.recompile()
     return gm
 
@@ -36,12 +37,12 @@ def _rotated(x: Tensor, k: int = 1, dims: tuple[int, int] = (0, 1)) -> Tensor:
     return x.transpose(first, second) if k % 2 else x
 
 
-def _diagonal_blocks(tensors: list[Tensor]) -> Tensor:
+def _diagonal_blocks(tensors: list[Tensor]) -> Tensor | None:
     """block_diag: each matrix padded by zeros on the left and right, all concatenated along the rows."""
     matrices = [torch.atleast_2d(each) for each in tensors]
     widths = [each.shape[1] for each in matrices]
     if not all(isinstance(width, int) for width in widths):
-        return NotImplemented
+        return None
     padded = [F.pad(each, (sum(widths[:i]), sum(widths[i + 1 :]))) for i, each in enumerate(matrices)]
     return torch.cat(padded)
 
@@ -55,11 +56,11 @@ def _taken(x: Tensor, index: Tensor) -> Tensor:
     return x.reshape(-1)[index]
 
 
-def _grid(theta: Tensor, size: list[int], align_corners: bool) -> Tensor:
+def _grid(theta: Tensor, size: list[int], align_corners: bool) -> Tensor | None:
     """affine_grid: the coordinates of pixels times each sample's matrix; as it is where height or width is symbolic."""
     sizes = size[2:]
     if not all(isinstance(each, int) for each in sizes):
-        return NotImplemented
+        return None
     places = torch.meshgrid(*(_places(each, align_corners, theta) for each in sizes), indexing="ij")
     rows = torch.stack([*reversed(places), torch.ones_like(places[0])], -1).reshape(-1, len(sizes) + 1)
     return (rows @ theta.transpose(1, 2)).reshape(-1, *sizes, len(sizes))
@@ -74,7 +75,7 @@ def _places(size: int, corners: bool, like: Tensor) -> Tensor:
     return torch.linspace(-end, end, size, dtype=like.dtype, device=like.device)
 
 
-WRITTEN: dict[Any, Callable[..., Tensor]] = {
+WRITTEN: dict[Any, Callable[..., Tensor | None]] = {
     aten.affine_grid_generator.default: _grid,
     aten.block_diag.default: _diagonal_blocks,
     aten.dist.default: _distance,
@@ -82,7 +83,7 @@ WRITTEN: dict[Any, Callable[..., Tensor]] = {
     aten.take.default: _taken,
     **FAKE_QUANTIZED,
 }
-"""Operators -> the same with common ones; NotImplemented: the call stays."""
+"""Operators -> the same with common ones; None: the call stays."""
 
 NAMES = (
     "absolute", "adjoint", "arccos", "arccosh", "arcsin", "arcsinh", "arctan",
@@ -98,7 +99,8 @@ NAMES = (
     "swapdims", "take_along_dim", "tile", "trapezoid", "trapz", "true_divide", "unflatten", "var", "var_mean",
     "view_as", "vsplit", "vstack",
 )  # fmt: skip
-"""Operators that torch composes of others: second names, and what is made of few common operators."""
+"""Operators that torch composes of others: second names, and what is made of few common operators. None of them stops
+gradients inside, as cosine_similarity does: a trace below autograd would not see that."""
 
 COMPOSITE = (
     *(

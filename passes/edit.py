@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -53,13 +53,6 @@ def call(like: fx.Node, target: Callable[..., Any] | str, /, *args: Any, **kwarg
 def origin(like: fx.Node) -> dict[str, Any]:
     """What `meta` says of where in the model a node comes from."""
     return {key: like.meta[key] for key in COPIED_META if key in like.meta}
-
-
-def copied_in(body: fx.GraphModule, operands: Sequence[Any], at: fx.Node) -> Any:
-    """What `body` returns for `operands`, by copies of its nodes in front of `at`."""
-    env = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
-    with before(at):
-        return at.graph.graph_copy(body.graph, env)
 
 
 def cast(node: fx.Node, dtype: torch.dtype, *, like: fx.Node) -> fx.Node:

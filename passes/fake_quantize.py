@@ -24,19 +24,19 @@ def _of_number(x: Tensor, scale: float, zero: int, low: int, high: int) -> Tenso
     return _quantized(x, c_float(scale).value, c_float(1 / c_float(scale).value).value, zero, low, high)
 
 
-def _of_tensor(x: Tensor, scale: Tensor, zero: Tensor, low: int, high: int) -> Tensor:
+def _of_tensor(x: Tensor, scale: Tensor, zero: Tensor, low: int, high: int) -> Tensor | None:
     """One scale for the whole tensor, a tensor of one element."""
     return _shaped(x, scale, zero, [1] * x.dim(), low, high)
 
 
-def _of_channels(x: Tensor, scale: Tensor, zero: Tensor, axis: int, low: int, high: int) -> Tensor:
+def _of_channels(x: Tensor, scale: Tensor, zero: Tensor, axis: int, low: int, high: int) -> Tensor | None:
     """One scale per index along a dim."""
     return _shaped(x, scale, zero, [-1 if dim == axis else 1 for dim in range(x.dim())], low, high)
 
 
-def _shaped(x: Tensor, scale: Tensor, zero: Tensor, sizes: list[int], low: int, high: int) -> Tensor:
+def _shaped(x: Tensor, scale: Tensor, zero: Tensor, sizes: list[int], low: int, high: int) -> Tensor | None:
     if zero.is_floating_point():
-        return NotImplemented  # another formula: added before rounding
+        return None  # another formula: added before rounding
     scale, zero = scale.detach().reshape(sizes), zero.detach().reshape(sizes)
     return _quantized(x, scale, scale.reciprocal(), zero, low, high)
 
@@ -53,7 +53,7 @@ def _quantized(
     return (held * scale).to(x.dtype) + (x - values).masked_fill(~within, 0.0)
 
 
-FAKE_QUANTIZED: dict[Any, Callable[..., Tensor]] = {
+FAKE_QUANTIZED: dict[Any, Callable[..., Tensor | None]] = {
     aten.fake_quantize_per_channel_affine.default: _of_channels,
     aten.fake_quantize_per_tensor_affine.default: _of_number,
     aten.fake_quantize_per_tensor_affine.tensor_qparams: _of_tensor,

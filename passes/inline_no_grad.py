@@ -53,7 +53,9 @@ def _flatten(gm: fx.GraphModule, *, grad: bool) -> None:
         _flatten(body, grad=enabled)
         if not enabled:
             _mark(body)
-        returned = edit.copied_in(body, operands, node)
+        env: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+        with edit.before(node):
+            returned = gm.graph.graph_copy(body.graph, env)
         results = list(returned) if isinstance(returned, (tuple, list)) else [returned]
         if grad and not enabled:
             # a tensor from outside is what it was

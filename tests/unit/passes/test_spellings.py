@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch.nn import functional as F
 
+from passes._torch import make_fx
 from passes.composed import COMPOSITE, WRITTEN
 from passes.saved import saved_positions
 from tests.helpers.small_graphs import data, normalized
@@ -161,6 +164,25 @@ def test_operators_that_are_made_of_common_ones(function):
         function, data(4, 5, 6), dims=None if "take_along_dim" in function.__code__.co_names else {"x": {0: B}}
     )
     assert not {str(op) for op in (*COMPOSITE, *WRITTEN)} & set(targets(gm))
+
+
+def test_what_has_no_form_in_common_operators_stays():
+    gm = normalized(
+        lambda m, x, y: (
+            torch.fake_quantize_per_channel_affine(m.w.float(), torch.ones(6), torch.zeros(6), 0, -8, 7) * x[:, :1]
+        ),
+        data(4, 5, 6),
+        dims={"x": {0: B}},
+    )
+    assert "aten.fake_quantize_per_channel_affine.default" in targets(gm)
+
+
+def test_calls_that_differ_in_their_operands_alone_are_traced_once(monkeypatch):
+    """A trace takes as long as a hundred other calls, and models turn matrices in every layer."""
+    traces = []
+    monkeypatch.setattr(sys.modules["passes.traced"], "make_fx", lambda run: traces.append(run) or make_fx(run))
+    normalized(lambda m, x, y: ((x @ m.w).mT.mT @ m.w).mT.mT, data(4, 5, 6), dims={"x": {0: B}})
+    assert len(traces) == 2
 
 
 def test_covariances_with_weights_or_of_one_variable():

@@ -45,14 +45,9 @@ def call(like: fx.Node, target: Callable[..., Any] | str, /, *args: Any, **kwarg
     """
     assert callable(target), f"{like.name} calls no function: {target}"
     node = like.graph.call_function(target, args, kwargs)
-    node.meta |= origin(like)
+    node.meta |= {key: like.meta[key] for key in COPIED_META if key in like.meta}
     node.meta["val"] = infer(node)
     return node
-
-
-def origin(like: fx.Node) -> dict[str, Any]:
-    """What `meta` says of where in the model a node comes from."""
-    return {key: like.meta[key] for key in COPIED_META if key in like.meta}
 
 
 def cast(node: fx.Node, dtype: torch.dtype, *, like: fx.Node) -> fx.Node:

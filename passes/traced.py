@@ -29,11 +29,10 @@ def traced(node: fx.Node, function: Callable[..., Any], bodies: Bodies) -> None:
         return
     env = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
     with edit.before(node):
-        results: Any = node.graph.graph_copy(body.graph, env)
-    for old, new in env.items():
-        if old.op == "call_function":
-            new.meta = edit.origin(node)
-            new.meta["val"] = edit.infer(new)
+        for one in edit.calls(body):
+            args, kwargs = map_arg((one.args, one.kwargs), env.__getitem__)
+            env[one] = edit.call(node, one.target, *args, **kwargs)
+    results: Any = map_arg(edit.output_node(body).args[0], env.__getitem__)
     if isinstance(results, fx.Node):
         edit.replace(node, results)
         return

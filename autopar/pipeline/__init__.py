@@ -14,6 +14,7 @@ autopar.joint for the search, by codegen and memory for the stages of a plan, an
     aggregate                 seconds of passes with all background collectives of a scope overlapping all of its work
     clock, pass_clock,
     streams                   the same in program order, collective by collective
+    chains                    collectives in the background, one after the other; for the simulator, too
     costs, stretches          the cost of each piece, and of any consecutive pieces
     single_stage              the cost of a step without a pipeline
     once_per_step,

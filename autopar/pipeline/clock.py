@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autopar.buckets import leaf_buckets
-from autopar.pipeline.pass_clock import OUTSIDE, Clock, LeafBucket, Turn
+from autopar.pipeline.chains import LeafBucket
+from autopar.pipeline.pass_clock import OUTSIDE, Clock, Turn
 from autopar.pipeline.pass_ends import AGAIN, AHEAD, BACK, Sent, Stop, Stops, Sum, in_one_bucket
 from autopar.pipeline.work import BACKWARD, Pass, least_s
 from autopar.problem.graph import Program

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.problem.hiding import LOCAL_AXIS, Load, slower
@@ -40,17 +41,26 @@ class Streams:
         self._contention = contention
         self._queues: dict[tuple[int, bool], deque[Sending]] = {}
 
-    def begin(self, load: Load, *, behind: bool = True) -> Sending:
+    def collective(self, part: Load, during: str = "") -> Sending:
+        """Begin a collective now, in the background."""
+        return self._begin(part, behind=True)
+
+    def _begin(self, load: Load, *, behind: bool) -> Sending:
         """Begin a collective now, in the background (`behind`) or on the stream of those that compute waits for."""
         sending = Sending(load, load.seconds)
         if load.seconds > 0.0:
             self._queues.setdefault((load.axis, behind), deque()).append(sending)
         return sending
 
-    def wait(self, sending: Sending) -> None:
+    def wait(self, begun: Sending) -> None:
         """Compute waits until a collective has ended."""
-        while sending.left_s > 0.0:
+        while begun.left_s > 0.0:
             self._go_on(0.0)
+
+    def do(self, parts: Sequence[Load], during: str = "") -> None:
+        """Run collectives that compute waits for, and local copies, one after the other."""
+        for load in parts:
+            self.run(load)
 
     def run(self, load: Load) -> None:
         """A collective that compute waits for, or a local copy."""
@@ -58,7 +68,7 @@ class Streams:
             self.compute(load.seconds)
             return
         self.work_s += load.seconds
-        self.wait(self.begin(load, behind=False))
+        self.wait(self._begin(load, behind=False))
 
     def compute(self, seconds: float) -> None:
         """Compute for so many seconds, more where collectives run beside it."""

@@ -4,7 +4,6 @@ simulate(gm, plan) -> Simulation     step time, shares, memory, and spans for a 
 engine.py     tasks on streams that share links and compute units; knows nothing of plans
 pieces.py     what operators and reshards do on a rank, with their prices
 work.py       the forward of a stage in the order of the emitted code
-chains.py     collectives in the background, one after the other
 rank.py       forward and backward of a stage as tasks, as the runtime starts them
 sync.py       buckets: gathers of leaves, and sums of gradients
 stages.py     each distinct stage once

@@ -14,7 +14,7 @@
     synced gradients    summed in buckets of 25 MB in reverse order; a bucket starts when its last gradient is there
                         (runtime.gradsync)
     over several axes   one collective after the other, each begun where the rank has come on by a block or a bucket
-                        (chains.py)
+                        (pipeline.chains)
     on a CPU            all of it shares the cores, so nothing hides, unless a calibration found that some of it does
                         (Device.contention)
     on a GPU            collectives on the same level of the cluster share its links, and each takes compute units
@@ -35,9 +35,10 @@ from autopar.cluster import Mesh
 from autopar.codegen.edges import Spot
 from autopar.cost.comm import link_shares
 from autopar.deferred_waits import BUCKETS, Queue
-from autopar.simulate.chains import Ahead, Chain, Fetch, GradientBucket, LeafBucket, Leaves, Scatter, Sums
+from autopar.pipeline.chains import Ahead, Chain, Fetch, LeafBucket, Leaves, Scatter, Sums
 from autopar.simulate.engine import Task, Timeline, run
 from autopar.simulate.pieces import Piece, Pieces
+from autopar.simulate.sync import GradientBucket
 from autopar.simulate.work import Turn
 
 
@@ -84,9 +85,9 @@ class Rank:
         for index, turn in enumerate(turns):
             self.instance = turn.instance
             if turn.instance >= 0 and index == _first(turns, index):
-                self._leaves.filled(self._leaves.last(_unit(turn)))
+                self._leaves.fill(_unit(turn))
             self._moved(turn, turn.item.forward)
-        self._leaves.filled(len(self._leaves.buckets) - 1)
+        self._leaves.fill_all()
 
     def backward(
         self,
@@ -153,8 +154,8 @@ class Rank:
             self._do(found, item.lane)
             self._arrived(buckets)
             return
-        scatter = Scatter(Chain(self, found), item.held_bytes, lambda: self._arrived(buckets))
-        scatter.chain.go_on()
+        scatter = Scatter(self, found, item.held_bytes, lambda: self._arrived(buckets))
+        scatter.next()
         self._late.add(scatter, _unit(turn))
 
     def gather(self, buckets: Sequence[LeafBucket]) -> None:
@@ -162,17 +163,17 @@ class Rank:
         runs."""
         self._leaves = Leaves(self, buckets)
         self._leaves.go_on()
-        self.filled(self._leaves.last(None))
+        self._leaves.fill(None)
 
-    def filled(self, upto: int) -> None:
-        """Wait for the gathers of leaves up to a number."""
-        self._leaves.filled(upto)
+    def gather_all(self, buckets: Sequence[LeafBucket]) -> None:
+        """Gather leaves, and wait for all of them."""
+        self.gather(buckets)
+        self._leaves.fill_all()
 
     def start(self, bucket: GradientBucket) -> None:
         """Start the reduction of a bucket in the background."""
         if bucket.sums:
-            sums = Sums(Chain(self, bucket.sums, "sync"), bucket.held)
-            self._started[id(bucket)] = sums.chain
+            sums = self._started[id(bucket)] = Sums(self, bucket.sums, bucket.held, "sync")
             if sums.go_on():
                 self._sums.add(sums, bucket.block or bucket)
 
@@ -192,24 +193,23 @@ class Rank:
         self.during, self.instance = during, -1
         self._do((piece,), None)
 
-    def do(self, pieces: Sequence[Piece], during: str = "") -> None:
-        """Run pieces one after the other, on all lanes; `during`: the pass that they count for (default: the running
-        one)."""
+    def do(self, parts: Sequence[Piece], during: str = "") -> None:
+        """Run pieces one after the other, on all lanes, for the pass `during` ("": the running one)."""
         before, self.during = self.during, during or self.during
-        self._do(pieces, None)
+        self._do(parts, None)
         self.during = before
 
-    def collective(self, piece: Piece, during: str = "") -> int:
-        """Start a collective in the background, for the pass `during` (default: the running one); gives the number of
-        its task."""
+    def collective(self, part: Piece, during: str = "") -> int:
+        """Start a collective in the background, for the pass `during` ("": the running one); gives the number of its
+        task."""
         before, self.during = self.during, during or self.during
-        task = self._collective(piece, behind=True)
+        task = self._collective(part, behind=True)
         self.during = before
         return task
 
-    def wait(self, task: int) -> None:
+    def wait(self, begun: int) -> None:
         """Let the next compute wait for a task."""
-        self._waiting.append(task)
+        self._waiting.append(begun)
 
     def _do(self, pieces: Sequence[Piece], lane: Spot | None) -> None:
         """Append pieces on one lane."""

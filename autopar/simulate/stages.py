@@ -120,8 +120,7 @@ class Stages:
         for view, turns, stage in zip(self.views, self.turns, self.plan.stages, strict=True):
             if stage.place == place:
                 buckets = self.syncs[place].gradient_buckets(view, turns)
-                rank.gather(leaves := self.syncs[place].leaf_buckets(view, turns))
-                rank.filled(len(leaves) - 1)
+                rank.gather_all(self.syncs[place].leaf_buckets(view, turns))
                 rank.finish([bucket for bucket in buckets if not bucket.each])
         return rank.run()
 

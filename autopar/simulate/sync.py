@@ -3,22 +3,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.buckets import BUCKET_BYTES, PACKED, gradient_buckets, leaf_buckets, travels_alone
 from autopar.cluster import Mesh
 from autopar.codegen.edges import Edges, out_pair
 from autopar.layout import LOCAL, Step, most_elements
+from autopar.pipeline.chains import LeafBucket
 from autopar.pipeline.stage_views import View
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
 from autopar.problem.prices import Prices
-from autopar.simulate.chains import GradientBucket, LeafBucket
 from autopar.simulate.pieces import Piece, together
 from autopar.simulate.work import Turn
 
 Member = tuple[str, int]  # (name of a parameter's Op, instance)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientBucket:
+    """Gradients that are reduced together.
+
+    members  (parameter, instance of its block) of each
+    sums     the collectives, one after the other, and the copies around them
+    held     bytes on the rank before each collective
+    each     whether they run after every microbatch
+    block    the block whose backward fills the bucket; None outside of blocks
+    """
+
+    members: tuple[Member, ...]
+    sums: tuple[Piece, ...]
+    held: tuple[float, ...]
+    each: bool = False
+    block: Hashable = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ from torch import nn
 from autopar.capture import capture
 from autopar.cluster import Cluster
 from autopar.cost.comm import collective_s
+from autopar.pipeline.chains import LeafBucket
 from autopar.pipeline.clock import MOST, Line, waits_s
-from autopar.pipeline.pass_clock import Clock, LeafBucket, Turn
+from autopar.pipeline.pass_clock import Clock, Turn
 from autopar.pipeline.pass_ends import Sent, Stop, Sum, in_few, in_one_bucket
 from autopar.planner import Planner
 from autopar.problem.hiding import Load, together_s

@@ -2,7 +2,7 @@
 per step, travel together in flat buffers, large enough to fill a link.
 
 One rule, shared by what runs (runtime.gradient_buckets, runtime.leaves, runtime.coalesced), its simulation
-(simulate.sync), its price (problem.routes, pipeline.clock, pipeline.pass_clock, pipeline.pass_ends) and its memory
+(simulate.sync), its price (problem.routes, pipeline.clock, pipeline.pass_clock, pipeline.stops) and its memory
 (memory.buckets, memory.place).
 """
 

@@ -1,8 +1,8 @@
 """How far ahead of their use gathers of weights begin (prefetching), counted in units (a block, or a weight outside of
 blocks), and gathers of leaves (runtime.leaves), counted in buckets.
 
-One rule, shared by what runs (runtime.prefetch), its simulation and price (pipeline.chains, pipeline.pass_ends), and
-its memory (memory.ahead).
+One rule, shared by what runs (runtime.prefetch), its simulation and its price (pipeline.chains), and its memory
+(memory.ahead).
 """
 
 from __future__ import annotations

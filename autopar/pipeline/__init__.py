@@ -9,7 +9,7 @@ autopar.joint for the search, by codegen and memory for the stages of a plan, an
     in_flight, transit        microbatches in flight; tensors between stages
     assemble                  a plan of one stage, cut into stages and microbatches
 
-    passes, op_passes         what each piece does in each pass: as sums (work), and operator by operator (pass_ends)
+    passes, op_passes         what each piece does in each pass: as sums (work), and operator by operator (stops)
     weight_buckets            which sums and gathers of weights share a bucket
     aggregate                 seconds of passes with all background collectives of a scope overlapping all of its work
     clock, pass_clock,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from autopar.buckets import BUCKET_BYTES
 from autopar.pipeline.clock import Timeline
-from autopar.pipeline.pass_ends import AHEAD
+from autopar.pipeline.stops import AHEAD
 from autopar.pipeline.work import BACKWARD, FORWARD, PASSES, Did, Pass, exposed_share, shown_s
 from autopar.problem.graph import Program
 from autopar.problem.hiding import Loads

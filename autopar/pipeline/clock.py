@@ -23,7 +23,7 @@ from functools import lru_cache
 from autopar.buckets import leaf_buckets
 from autopar.pipeline.chains import LeafBucket
 from autopar.pipeline.pass_clock import OUTSIDE, Clock, Turn
-from autopar.pipeline.pass_ends import AGAIN, AHEAD, BACK, Sent, Stop, Stops, Sum, in_one_bucket
+from autopar.pipeline.stops import AGAIN, AHEAD, BACK, Sent, Stop, Stops, Sum, in_one_bucket
 from autopar.pipeline.work import BACKWARD, Pass, least_s
 from autopar.problem.graph import Program
 

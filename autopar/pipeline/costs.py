@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from autopar.pipeline.clock import Line
 from autopar.pipeline.once_per_step import merged
-from autopar.pipeline.pass_ends import AGAIN, AHEAD, BACK, BLOCKS, in_few
 from autopar.pipeline.passes import Passes
+from autopar.pipeline.stops import AGAIN, AHEAD, BACK, in_few
 from autopar.pipeline.stretches import Cost
 from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did, Pass
 from autopar.problem.build import Model
@@ -53,19 +53,12 @@ def costs(
     seconds = did.seconds(micro.prices.contention, shared=micro.prices.overlap == 0.0)
     count = {run.scope: run.count for run in program.runs.values()}
     overlaps = apart and micro.prices.overlap > 0.0
-    in_order = micro.prices.settings.training  # each stage is priced in program order (`line`), not by `ends_s`
-    ends = {
-        scope: tuple([did.ends_s(scope, blocks) for blocks in range(1, BLOCKS + 1)])
-        for scope in count
-        if overlaps and not in_order
-    }
     contention = micro.prices.contention if micro.prices.overlap > 0.0 else 1.0
     lines = {name: _line(did, name) for name in did.did if overlaps}
     return [
         replace(
             _per_instance(held[unit.name], seconds[unit.name], did.did[unit.name], count.get(unit.name, 1), contention),
             block=overlaps and unit.name in count,
-            ends_s=ends.get(unit.name, ()),
             contention=contention,
             adds=(*held[unit.name].adds.items(),) if apart else (),
             line=lines.get(unit.name),

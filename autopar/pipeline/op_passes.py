@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autopar.cost.comm import link_shares
 from autopar.pipeline.clock import Timeline
-from autopar.pipeline.pass_ends import AGAIN, AHEAD, BACK, LAST
+from autopar.pipeline.stops import AGAIN, AHEAD, BACK, LAST
 from autopar.pipeline.units import homes, units
 from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did
 from autopar.problem.build import Model

@@ -20,7 +20,7 @@ from functools import partial
 from autopar.buckets import BUCKET_BYTES, gradient_buckets
 from autopar.deferred_waits import BUCKETS, Queue
 from autopar.pipeline.chains import Ahead, Fetch, LeafBucket, Leaves, Scatter, Sums
-from autopar.pipeline.pass_ends import Sent, Stop, Sum, in_one_bucket
+from autopar.pipeline.stops import Sent, Stop, Sum, in_one_bucket
 from autopar.pipeline.streams import Streams
 
 OUTSIDE = None

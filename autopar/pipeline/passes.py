@@ -26,7 +26,7 @@ from autopar.layout import NO_GRAD, Layout, fraction
 from autopar.pipeline.aggregate import Aggregate
 from autopar.pipeline.once_per_step import Sums
 from autopar.pipeline.op_passes import OpPasses, sum_s
-from autopar.pipeline.pass_ends import AGAIN, AHEAD, BACK, Sent, Stop, Sum, ends_s
+from autopar.pipeline.stops import AGAIN, AHEAD, BACK, Sent, Stop, Sum
 from autopar.pipeline.weight_buckets import WeightBuckets
 from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did
 from autopar.problem.build import Model
@@ -102,20 +102,6 @@ class Passes(OpPasses):
         of the compute units. `shared`: they and compute share cores, so that nothing overlaps."""
         total = Aggregate(self.program, self.did, self.line, self.apart, self.sums_at_end)
         return total.all_exposed_s() if shared else total.seconds(contention)
-
-    def ends_s(self, scope: str, blocks: int) -> tuple[float, float, float]:
-        """Exposed seconds at the ends of passes over a stage with so many blocks of `scope` (pass_ends.ends_s): in the
-        forward if it begins with them, in the backward if it ends with them, and in the backward if it begins with
-        them."""
-        ahead, back = (self.stops.of(scope, way) for way in (AHEAD, BACK))
-        passes = (ahead, back if self.model.plain is None else [*ahead, *back])
-        (begin_s, _), (first_s, last_s) = (
-            ends_s(stops, blocks, self.prices.contention)
-            if any(stop.takes or stop.sends for stop in stops)
-            else (0.0, 0.0)
-            for stops in passes
-        )
-        return begin_s, first_s, last_s
 
     def _add_net(self, link: Link, net: Net, column: int, name: str) -> None:
         """Add the reshards of a net from where it is made to the `column` that the piece `name` reads."""
@@ -250,7 +236,7 @@ class Passes(OpPasses):
         link, did, routes, grad_bytes = read.link, self.did[read.name], self.prices.routes, self._grad_bytes(read.link)
         leaf = self.buckets.leaf(link, read.made, read.asked)
         back = routes.loads(read.asked.back, leaf, grad_bytes)
-        last = link.last_share if gathers and not opening and not self.apart else 0.0  # of stages `ends_s` has it
+        last = link.last_share if gathers and not opening and not self.apart else 0.0  # of stages program order has it
         sent = Sent(
             split(back)[1],
             grad_bytes * fraction(read.asked.value, self.prices.sizes),

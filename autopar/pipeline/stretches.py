@@ -30,10 +30,6 @@ class Cost:
     rest_bytes              parameters, their gradients and state
     live_bytes              there only while the piece runs
     block                   whether it is a block whose collectives overlap its compute
-    ends_s                  for a block in inference, which is not priced in program order, by the number of blocks in
-                            its stage (the last entry: that many or more): by how much the stage is longer in its
-                            forward if it begins with this block, in its backward if it ends with it, and in its
-                            backward if it begins with it
     hidden_s                for a piece that is no block: seconds of collectives in its forward and in its backward
                             that its stage's blocks overlap
     sums                    sums of gradients once per step; `once_s` has them with their shares of full buckets
@@ -57,7 +53,6 @@ class Cost:
     weights_s: float = 0.0
     both_s: float = 0.0
     block: bool = False
-    ends_s: tuple[tuple[float, float, float], ...] = ()
     hidden_s: tuple[float, float] = (0.0, 0.0)
     update_s: float = 0.0
     sums: tuple[Sums, ...] = ()
@@ -87,8 +82,9 @@ def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bo
     """The times of a stage of these pieces, with `action_s` added to each action; `split`: the schedule splits its
     backward in two."""
     blocks, twice_s = sum(c.block for c in part), _added_twice_s(part)
-    in_order = training and all(c.line for c in part)
-    more_s = (0.0, 0.0) if in_order else _ends_s(part, blocks)
+    in_order = all(c.line for c in part)
+    # where nothing overlaps the collectives that pieces were priced to hide
+    more_s = [0.0 if in_order else sum(c.hidden_s[way] for c in part) for way in range(2)]
     forward_s = _in_order_s(part, 0) if in_order else sum(c.forward_s for c in part) + more_s[0]
     if split and training:
         weights_s, both_s = (
@@ -103,24 +99,12 @@ def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bo
             both_s + action_s,
         )
     if in_order:
-        return StageTime(forward_s + action_s, _in_order_s(part, 1) - twice_s + action_s, 0.0, send_s)
+        back_s = _in_order_s(part, 1) - twice_s if training else 0.0
+        return StageTime(forward_s + action_s, back_s + action_s, 0.0, send_s)
     seconds = sum(c.micro_s for c in part) + sum(more_s)
     seconds += _summed_s(part, [c.micro_s - c.forward_s for c in part], 0, shown=not blocks) - twice_s
     back_s = max(0.0, seconds - forward_s) if training else 0.0
     return StageTime(seconds - back_s + action_s, back_s + action_s, 0.0, send_s)
-
-
-def _ends_s(part: Sequence[Cost], blocks: int) -> tuple[float, float]:
-    """Exposed seconds at the ends of a stage with so many blocks, of its forward and of its backward, where it is not
-    priced in program order."""
-    if not blocks:  # no compute overlaps these collectives
-        forward_s, backward_s = (sum(c.hidden_s[way] for c in part) for way in range(2))
-        return forward_s, backward_s
-    (begin_s, _, last_s), (_, first_s, _) = (
-        piece.ends_s[min(blocks, len(piece.ends_s)) - 1] if piece.ends_s else (0.0, 0.0, 0.0)
-        for piece in (part[0], part[-1])
-    )
-    return begin_s, first_s + last_s
 
 
 def _added_twice_s(part: Sequence[Cost]) -> float:

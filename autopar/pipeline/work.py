@@ -27,7 +27,7 @@ class Pass:
     after        collectives after the last compute, all of which are exposed
     adding_s     seconds of adding gradients to those of earlier microbatches, after that
     in_order_s   a part of `waited`: seconds of collectives of weights that overlap compute, depending on what is in the
-                 stage; found in program order (pass_ends.Stop has them as well)
+                 stage; found in program order (stops.Stop has them as well)
     lag_s        a part of the background's seconds: as the first buckets must be filled before sums begin, the
                  background overlaps only the share 1 - lag_s / background_s of the work
     """

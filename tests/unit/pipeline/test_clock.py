@@ -18,7 +18,7 @@ from autopar.cost.comm import collective_s
 from autopar.pipeline.chains import LeafBucket
 from autopar.pipeline.clock import MOST, Line, waits_s
 from autopar.pipeline.pass_clock import Clock, Turn
-from autopar.pipeline.pass_ends import Sent, Stop, Sum, in_few, in_one_bucket
+from autopar.pipeline.stops import Sent, Stop, Sum, in_few, in_one_bucket
 from autopar.planner import Planner
 from autopar.problem.hiding import Load, together_s
 from autopar.problem.settings import Settings

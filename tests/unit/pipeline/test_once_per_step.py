@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autopar.cluster import Cluster
 from autopar.cost.comm import collective_s
-from autopar.pipeline.once_per_step import Sums, each_s
+from autopar.pipeline.once_per_step import Sums, Update, each_s
 
 FULL_BYTES = 25e6
 AXIS = Cluster.parse("h100:1x4").mesh((4,)).axes[0]
@@ -55,3 +55,9 @@ def test_no_less_shows_than_the_last_bucket_and_no_more_than_all(
     found_s = each_s([(seconds, _sums(*each_bytes)) for seconds, each_bytes in stage], contention)
     assert contention * all_s * (1 - 1e-9) <= found_s <= all_s * (1 + 1e-9)
     assert found_s >= last_s * (1 - 1e-9)
+
+
+def test_a_weight_that_a_place_has_once_is_stepped_once() -> None:
+    update = Update({"embedding": None, "head": None}, 3.0)
+    assert update.too_many_s(["embedding", "layers", "layers", "head"]) == 3.0
+    assert update.too_many_s(["layers", "head"]) == 0.0

@@ -63,9 +63,6 @@ def costs(
             adds=(*held[unit.name].adds.items(),) if apart else (),
             line=lines.get(unit.name),
             work_s=_work_s(did.did[unit.name], count.get(unit.name, 1)),
-            hidden_s=(0.0, 0.0)
-            if unit.name in count or not count
-            else _hidden_s(did.did[unit.name], seconds[unit.name]),
         )
         for unit in did.pieces
     ]
@@ -102,14 +99,6 @@ def _hold_nets(held: Mapping[str, _Held], did: Passes, micro: Model, choice: Seq
             live = nbytes if net.group >= 0 else live  # a gathered weight is there while its block runs
             held[name].live_bytes += live
             held[name].kept_bytes += nbytes - live
-
-
-def _hidden_s(did: Did, seconds: Sequence[float]) -> tuple[float, float]:
-    """Seconds of collectives in the forward and in the backward of a piece that are overlapped."""
-    forward_s, backward_s = (
-        max(0.0, part.work_s + part.background_s - seconds[way]) for way, part in enumerate(did.passes[:2])
-    )
-    return forward_s, backward_s
 
 
 def _line(did: Passes, name: str) -> Line:

@@ -30,8 +30,6 @@ class Cost:
     rest_bytes              parameters, their gradients and state
     live_bytes              there only while the piece runs
     block                   whether it is a block whose collectives overlap its compute
-    hidden_s                for a piece that is no block: seconds of collectives in its forward and in its backward
-                            that its stage's blocks overlap
     sums                    sums of gradients once per step; `once_s` has them with their shares of full buckets
     each, each_s            sums after every microbatch; their exposed seconds in the backward, in the part for
                             weights, and in `both_s`
@@ -53,7 +51,6 @@ class Cost:
     weights_s: float = 0.0
     both_s: float = 0.0
     block: bool = False
-    hidden_s: tuple[float, float] = (0.0, 0.0)
     update_s: float = 0.0
     sums: tuple[Sums, ...] = ()
     each: tuple[Sums, ...] = ()
@@ -81,14 +78,11 @@ def held_bytes(part: Sequence[Cost], flying: Flying) -> float:
 def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bool, action_s: float = 0.0) -> StageTime:
     """The times of a stage of these pieces, with `action_s` added to each action; `split`: the schedule splits its
     backward in two."""
-    blocks, twice_s = sum(c.block for c in part), _added_twice_s(part)
-    in_order = all(c.line for c in part)
-    # where nothing overlaps the collectives that pieces were priced to hide
-    more_s = [0.0 if in_order else sum(c.hidden_s[way] for c in part) for way in range(2)]
-    forward_s = _in_order_s(part, 0) if in_order else sum(c.forward_s for c in part) + more_s[0]
+    in_order, twice_s = all(c.line for c in part), _added_twice_s(part)
+    forward_s = _in_order_s(part, 0) if in_order else sum(c.forward_s for c in part)
     if split and training:
         weights_s, both_s = (
-            sum(each) - twice_s + _summed_s(part, each, way, shown=not blocks)
+            sum(each) - twice_s + _summed_s(part, each, way)
             for way, each in ((1, [c.weights_s for c in part]), (2, [c.both_s for c in part]))
         )
         return StageTime(
@@ -101,8 +95,8 @@ def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bo
     if in_order:
         back_s = _in_order_s(part, 1) - twice_s if training else 0.0
         return StageTime(forward_s + action_s, back_s + action_s, 0.0, send_s)
-    seconds = sum(c.micro_s for c in part) + sum(more_s)
-    seconds += _summed_s(part, [c.micro_s - c.forward_s for c in part], 0, shown=not blocks) - twice_s
+    seconds = sum(c.micro_s for c in part) - twice_s
+    seconds += _summed_s(part, [c.micro_s - c.forward_s for c in part], 0)
     back_s = max(0.0, seconds - forward_s) if training else 0.0
     return StageTime(seconds - back_s + action_s, back_s + action_s, 0.0, send_s)
 
@@ -122,19 +116,15 @@ def _in_order_s(part: Sequence[Cost], way: int) -> float:
     return max(least_s, sum(c.work_s[way] for c in part) + waits_s((*rows,), way, part[0].contention))
 
 
-def _summed_s(part: Sequence[Cost], took_s: Sequence[float], way: int, *, shown: bool) -> float:
+def _summed_s(part: Sequence[Cost], took_s: Sequence[float], way: int) -> float:
     """Seconds by which the sums after a microbatch take longer in this stage (once_per_step.each_s) than the prices of
     its pieces say.
 
-    `took_s`: seconds of the backward of each piece. `way`: the index into `Cost.each_s`. `shown`: all collectives that
-    pieces had in the background count as exposed already.
+    `took_s`: seconds of the backward of each piece. `way`: the index into `Cost.each_s`.
     """
     if not any(c.each for c in part):
         return 0.0
-    priced_s = sum(
-        (max(c.each_s[way], sum(one.seconds for one in c.each)) if shown and any(c.hidden_s) else c.each_s[way])
-        for c in part
-    )
+    priced_s = sum(c.each_s[way] for c in part)
     backward = [(max(0.0, own_s - c.each_s[way]), c.each) for own_s, c in zip(took_s, part, strict=True)][::-1]
     return max(0.0, each_s(backward, part[0].contention) - priced_s)
 

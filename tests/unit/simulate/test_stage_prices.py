@@ -56,25 +56,35 @@ def test_a_stage_in_inference_takes_as_long_as_it_is_priced(used: str) -> None:
     assert not _far_off(_context("hf-gpt2", "inference"), used)
 
 
+@pytest.mark.parametrize("used", ["zero3", "zero3 over two axes"])
+def test_one_place_takes_as_long_for_a_microbatch_as_it_is_priced(used: str) -> None:
+    """Collectives outside of blocks, which compute hides, are not counted on top of that."""
+    context = _context("hf-gpt2", "train")
+    here = _laying(context, used, Shape(1, (8,) if len(USED[used]) == 1 else (4, 2), 4))
+    plan = pipelined(here.flat, context.whole.program, [], "1f1b", 1, context.shared(4), 4)
+    (time,) = all_times(here, plan, [here.chosen.on(0, 0).costs], ())
+    took_s = Stages.of(context.gm, plan).ran(0, "backward").length_s
+    assert time.of("B") == pytest.approx(took_s, rel=2e-3)
+
+
+def _laying(context: SearchContext, used: str, shape: Shape) -> Laying:
+    """A solution of a shape under 1F1B."""
+    table, ground = timetable(Kind("1f1b"), shape.places, shape.microbatches), context.grounds(shape)[0]
+    chosen = context.solve(context.models(shape, USED[used]), table, "none", exact=False)
+    decisions = chosen.model.decode(chosen.solution.choice)
+    flat = bare_plan(context.whole, context.mesh(shape), decisions, used, cluster=ground.places.cluster)
+    return Laying(context, shape, table, ground, chosen, flat, whole=False)
+
+
 def _far_off(context: SearchContext, used: str) -> list[tuple[object, ...]]:
     """The actions of stages that take longer or shorter than they are priced, for several cuts into two stages."""
-    program = context.whole.program
-    shape, kind = Shape(2, (4,) if len(USED[used]) == 1 else (2, 2), 4), Kind("1f1b")
-    table, ground = timetable(kind, shape.places, shape.microbatches), context.grounds(shape)[0]
-    chosen = context.solve(context.models(shape, USED[used]), table, "none", exact=False)
-    flat = bare_plan(
-        context.whole,
-        context.mesh(shape),
-        chosen.model.decode(chosen.solution.choice),
-        used,
-        cluster=ground.places.cluster,
-    )
-    here = Laying(context, shape, table, ground, chosen, flat, whole=False)
-    pieces = [chosen.on(place, ground.kinds[place]) for place in table.at]
+    program, shape = context.whole.program, Shape(2, (4,) if len(USED[used]) == 1 else (2, 2), 4)
+    here = _laying(context, used, shape)
+    pieces = [here.chosen.on(place, here.ground.kinds[place]) for place in here.table.at]
     far = list[tuple[object, ...]]()
     cuts = [cut for cut in range(1, context.pieces) if cut not in context.barred]
     for cut in cuts[:: -(-len(cuts) // CUTS)]:
-        plan = pipelined(flat, program, [cut], kind.schedule, 2, context.shared(shape.microbatches), 4)
+        plan = pipelined(here.flat, program, [cut], "1f1b", 2, context.shared(shape.microbatches), 4)
         times = all_times(here, plan, Cuts([cut], [0, 0]).parts(pieces), views(program, plan))
         simulated = Stages.of(context.gm, plan)
         for stage, time in enumerate(times):

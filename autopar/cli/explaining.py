@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def explain_command(where: Path, node: str | None, json: str | None) -> None:
     if node is not None:
         cluster = model.clusters[why.find(model, node)]
         held = [op.name for op in cluster.members]
-        found = {"node": node, "decided_with": held, "alternatives": [row.to_dict() for row in rows]}
+        found = {"node": node, "decided_with": held, "alternatives": [asdict(row) for row in rows]}
         if not write_json(json, found | _prices(rebuilt.plan, priced_s)):
             show(
                 _alternatives(f"{node} ({cluster.root.where or cluster.name})", rows, rebuilt.plan),
@@ -46,7 +47,7 @@ def explain_command(where: Path, node: str | None, json: str | None) -> None:
             )
     elif not write_json(
         json,
-        {"nodes": [part.to_dict() for part in parts], "reshards": [row.to_dict() for row in moved]}
+        {"nodes": [asdict(part) for part in parts], "reshards": [asdict(row) for row in moved]}
         | _prices(rebuilt.plan, priced_s),
     ):
         show(

@@ -180,8 +180,8 @@ def as_json(plan: Plan, program: Program) -> dict[str, Any]:
         "predicted": {**asdict(plan.predicted), "gap": plan.predicted.gap if plan.predicted.bound_s > 0 else None},
         "splits": kinds(plan.nodes),
         "recipes": [asdict(other) for other in plan.alternatives],
-        "weights": [weight.to_dict() for weight in weights(program, plan)],
-        "reshards": [row.to_dict() for row in reshards(program, plan)],
+        "weights": [asdict(weight) for weight in weights(program, plan)],
+        "reshards": [asdict(row) for row in reshards(program, plan)],
         "remat": {scope: list(names) for scope, names in plan.remat.items()},
         "notes": list(plan.notes),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -192,12 +192,5 @@ def problem(rebuilt: Rebuilt) -> tuple[Planner, Model]:
 
 
 def as_source(source: Source) -> dict[str, Any]:
-    """What to put into `Plan.source`."""
-    return {
-        "model": source.model,
-        "batch": source.batch,
-        "seq": source.seq,
-        "seed": source.seed,
-        **({"rules": source.rules} if source.rules else {}),
-        **({"dtypes": source.dtypes} if source.dtypes else {}),
-    }
+    """What to put into `Plan.source`: all of it but empty texts."""
+    return {name: value for name, value in asdict(source).items() if value != ""}

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from autopar.bestfirst import PRICE_TOLERANCE
 from autopar.errors import InfeasibleError, PlanError
@@ -214,30 +215,16 @@ class Pricing:
         Beaten where nothing is as fast as `cutoff_s`."""
         if not tables:
             raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
-        best = self._priced(
-            shape,
-            models or self.models(shape),
-            tables,
-            level,
-            exact=exact,
-            cutoff_s=cutoff_s,
-            bounds=bounds,
-            each=each,
-            spare_bytes=spare_bytes,
-        )
+        priced = partial(self._priced, shape, level=level, exact=exact, each=each, spare_bytes=spare_bytes)
+        best = priced(models or self.models(shape), tables, cutoff_s=cutoff_s, bounds=bounds)
         splitting = [table for table in tables if table.schedule.splits_backward]
         if models is None and splitting and not best.chosen.separable:
             with suppress(InfeasibleError):
-                taken_apart = self._priced(
-                    shape,
+                taken_apart = priced(
                     best.chosen.models.separable,
                     splitting,
-                    level,
-                    exact=exact,
                     cutoff_s=min(cutoff_s, best.step_s),
                     start=best.chosen.solution.choice,
-                    each=each,
-                    spare_bytes=spare_bytes,
                 )
                 best = taken_apart if taken_apart.step_s < best.step_s else best
         return best
@@ -247,14 +234,14 @@ class Pricing:
         shape: Shape,
         models: Models,
         tables: list[Timetable],
-        level: str,
         *,
+        level: str,
         exact: bool,
         cutoff_s: float,
+        each: bool,
+        spare_bytes: float,
         bounds: list[float] | None = None,
         start: tuple[int, ...] | None = None,
-        each: bool = False,
-        spare_bytes: float = 0.0,
     ) -> Found:
         """As `price`, of choices made by `models` for the timetable that keeps least in memory; `start`, `each` and
         `spare_bytes` as SearchContext.solve has them."""

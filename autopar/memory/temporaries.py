@@ -159,11 +159,6 @@ def _of_channels(local: Local) -> float:
     return 2 * local.out / math.prod(local.op.call.outs[0].sizes[2:])
 
 
-def _not_summed(formula: str) -> Bytes:
-    """`formula`, for reductions other than a sum."""
-    return lambda local: 0.0 if local.given("reduce") == "sum" else taken(formula)(local)
-
-
 def _truths(local: Local) -> float:
     """A mask of the elements that are not 0, unless they are bool already."""
     return taken("m")(local) if local.op.call.ins[0].itemsize > 1 else 0.0
@@ -351,7 +346,7 @@ BACKWARD: dict[Any, Bytes] = {
     aten.outer.default: _for(1, "2w", "w"),
     aten.pad.default: _circular,
     aten.roll.default: _turns,
-    aten.scatter_reduce.two: _not_summed("5w"),
+    aten.scatter_reduce.two: lambda local: taken("" if local.given("reduce") == "sum" else "5w")(local),
     aten.binary_cross_entropy_with_logits.default: lambda local: (
         taken("w")(local) * (len(local.ins) > 2 or local.grad(1)) * max(1, len(local.ins) - 1)
     ),

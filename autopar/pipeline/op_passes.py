@@ -98,14 +98,10 @@ class OpPasses:
     def _add_waits(self, name: str, ahead: Sequence[Load], back: Sequence[Load], weights: float, count: float) -> None:
         """Add collectives inside an operator that compute waits for. The share `weights` of those of a backward belongs
         to the part for weights."""
-        for way, loads, share in (
-            (FORWARD, ahead, 1.0),
-            (BACKWARD, back, 1.0),
-            (INPUTS, back, 1 - weights),
-            (WEIGHTS, back, weights),
-            (BOTH, back, 1.0),
-        ):
-            self.did[name].passes[way].wait(loads, count * share)
+        passes = self.did[name].passes
+        passes[FORWARD].wait(ahead, count)
+        for way, share in _backward(weights):
+            passes[way].wait(back, count * share)
 
     def _add_rerun(self, op: Op, again_s: float, ahead_s: float, inside: Sequence[tuple[Load, float]]) -> None:
         """Add `again_s` of a node whose forward takes `ahead_s`, and whose first operator is `op`, that run again in
@@ -122,14 +118,15 @@ class OpPasses:
 
     def _add_compute(self, name: str, forward_s: float, back_s: float, weights: float) -> None:
         """Add compute of a piece. The share `weights` of its backward is for the gradients of weights."""
-        for way, seconds in (
-            (FORWARD, forward_s),
-            (BACKWARD, back_s),
-            (INPUTS, (1 - weights) * back_s),
-            (WEIGHTS, weights * back_s),
-            (BOTH, back_s),
-        ):
-            self.did[name].passes[way].compute_s += seconds
+        passes = self.did[name].passes
+        passes[FORWARD].compute_s += forward_s
+        for way, share in _backward(weights):
+            passes[way].compute_s += share * back_s
+
+
+def _backward(weights: float) -> tuple[tuple[int, float], ...]:
+    """The passes of a backward, each with its share of it where `weights` is the share for the gradients of weights."""
+    return (BACKWARD, 1.0), (INPUTS, 1 - weights), (WEIGHTS, weights), (BOTH, 1.0)
 
 
 def sum_s(loads: Sequence[Load]) -> float:

@@ -140,26 +140,18 @@ class _Step:
         """The step by part."""
         stages = self._stages()
         places = [self.setup.place_of(index) for index in range(len(stages))]
-        busy = [sum(_pace(t) for t, at in zip(stages, places, strict=True) if at == p) for p in range(self.setup.pp)]
-        worst = max(range(self.setup.pp), key=busy.__getitem__)
-        mine = [t for t, at in zip(stages, places, strict=True) if at == worst]
-        m = self.setup.microbatches
-        whole = self._pipeline_s(stages, places)
-        sync = max(
-            self._sync_s([t for t, at in zip(stages, places, strict=True) if at == p]) for p in range(self.setup.pp)
-        )
-        update = max(
-            self._update_s([t for t, at in zip(stages, places, strict=True) if at == p]) for p in range(self.setup.pp)
-        )
+        held = [[t for t, at in zip(stages, places, strict=True) if at == p] for p in range(self.setup.pp)]
+        busy = [sum(map(_pace, here)) for here in held]
+        m, mine = self.setup.microbatches, held[busy.index(max(busy))]
         return Prediction(
             m * sum(t.forward_s + t.backward_s for t in mine),
             m * sum(t.again_s for t in mine),
             m * sum(t.host_s for t in mine),
             m * sum(t.tensor_s for t in mine),
             m * sum(t.shards_s for t in mine),
-            whole - m * busy[worst],
-            sync,
-            update,
+            self._pipeline_s(stages, places) - m * max(busy),
+            max(map(self._sync_s, held)),
+            max(map(self._update_s, held)),
         )
 
     def _stages(self) -> list[_Times]:

@@ -29,14 +29,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import HOLDERS, Op, Program, Ref
 from autopar.problem.rerun import Rerun
 from autopar.problem.view_ops import makes_view
-
-aten = torch.ops.aten
 
 Edge = tuple[str, int]  # (op name, operand)
 

@@ -7,7 +7,7 @@ pay together with others the table says so by a large price: the reshards around
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from autopar.decisions import node_plan
@@ -32,10 +32,6 @@ class Row:
     memory_bytes: float
     chosen: bool
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON types only."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -48,10 +44,6 @@ class Part:
     own_s: float
     next_label: str
     next_s: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON types only."""
-        return asdict(self)
 
 
 def choice_of(model: Model, plan: Plan) -> tuple[int, ...]:

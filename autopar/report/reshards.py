@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from autopar.buckets import BUCKET_BYTES
 from autopar.cluster import Cluster
@@ -43,10 +42,6 @@ class Row:
     reason: str
     readers: tuple[str, ...]
     where: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON types only."""
-        return asdict(self)
 
 
 def prices_of(plan: Plan, place: int = 0) -> Prices:

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from autopar.codegen.edges import in_pair, out_pair
 from autopar.layout import fraction, is_placed, is_shard, show
@@ -43,10 +42,6 @@ class Weight:
     uses: tuple[str, ...]
     local_bytes: float
     originals: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON types only."""
-        return asdict(self)
 
 
 def weights(program: Program, plan: Plan) -> list[Weight]:

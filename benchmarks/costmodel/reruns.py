@@ -44,6 +44,9 @@ class Rerun:
     @staticmethod
     def of(kind: str, detail: str) -> Rerun:
         """What both columns say. Raises Refused where that is none of the known ways."""
+        policy = next((again for pattern, again in SAVED if re.search(pattern, f"{kind} {detail}", re.I)), None)
+        if policy:
+            return policy
         named = next((name for name, pattern in KINDS if re.search(pattern, kind.lower())), None) if kind else "none"
         if named is None:
             raise Refused(f"recompute is {kind}; wanted none, selective or full")
@@ -59,6 +62,20 @@ class Rerun:
             return Rerun("selective", parts=("operators",))
         parts = tuple(part for part, pattern in PARTS if re.search(pattern, detail, re.I)) if detail else ("attention",)
         return Rerun("selective" if parts else "none", parts=parts)
+
+
+SAVED = (
+    (r"save_nothing|nothing_saveable", Rerun("full")),
+    (r"save_everything|everything_saveable", Rerun("none")),
+    (r"dots?_\w*context_except_mlp", Rerun("selective", parts=("mlp",))),
+    (r"save_dots?_except_mlp|save_qkv", Rerun("selective", parts=("attention", "mlp"))),
+    (r"save_(?:\w*out_proj|context)", Rerun("full")),
+    (r"minimal_(?:flash|with_context)|save_dots?_\w*context", Rerun("none")),
+    (r"save_dots?|dots?_(?:\w+_)?saveable|\bminimal\b", Rerun("selective", parts=("attention",))),
+)
+"""Policies of JAX that are named by what they save, and what runs again then: without queries, keys and values nearly
+all of a block; attention where it is one kernel, unless its result ("context") is saved too, since policies of `dots`
+save products (praxis, AutodiffCheckpointType; MaxText, remat_policy; jax.checkpoint_policies)."""
 
 
 def _first(text: str) -> int:

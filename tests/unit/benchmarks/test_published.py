@@ -217,6 +217,16 @@ def test_racks_are_named_by_their_devices_or_their_network(
         ("partial recompute", "", Rerun("selective", parts=("attention",))),
         ("core_attn", "", Rerun("selective", parts=("attention",))),
         ("selective", "moe_act", Rerun("none")),
+        ("selective", "SAVE_QKV_OUT_PROJ", Rerun("selective", parts=("attention", "mlp"))),
+        ("save_dot_except_mlpwi", "", Rerun("selective", parts=("attention", "mlp"))),
+        ("selective", "save_dot_with_context_except_mlp", Rerun("selective", parts=("mlp",))),
+        ("selective", "SAVE_DOT_ONLY", Rerun("selective", parts=("attention",))),
+        ("dots_with_no_batch_dims_saveable", "", Rerun("selective", parts=("attention",))),
+        ("minimal", "", Rerun("selective", parts=("attention",))),
+        ("minimal_flash", "", Rerun("none")),
+        ("selective", "SAVE_OUT_PROJ", Rerun("full")),
+        ("SAVE_NOTHING", "", Rerun("full")),
+        ("everything_saveable", "", Rerun("none")),
     ],
 )
 def test_what_runs_again_in_any_words(kind: str, detail: str, found: Rerun) -> None:

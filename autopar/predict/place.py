@@ -24,7 +24,7 @@ from autopar.planner import Planner
 from autopar.predict.axes import PARTS, axes, kept_operators, stacked
 from autopar.predict.layouts import fastest_layouts
 from autopar.predict.owners import line
-from autopar.predict.setup import WHOLE, Setup
+from autopar.predict.setup import WHOLE, Setup, Software
 from autopar.predict.sizes import sizes
 from autopar.problem.build import Decisions
 from autopar.problem.graph import Op
@@ -52,6 +52,7 @@ class UnitTime:
     weights_s                           of backward_s: gradients of weights
     routed_s, routed_back_s             of forward_s and of backward_s: all-to-alls of tokens to experts and back
     operators                           operators in the forward, views included: calls of the host
+    mlp_operators                       those of them in the feed-forward layer
     experts                             layers of experts in the forward
     collectives                         collectives in forward and backward
     parameters, trained                 elements of weights; those of them with gradients
@@ -72,6 +73,7 @@ class UnitTime:
     routed_s: float = 0.0
     routed_back_s: float = 0.0
     operators: float = 0.0
+    mlp_operators: float = 0.0
     experts: float = 0.0
     collectives: float = 0.0
     parameters: float = 0.0
@@ -82,6 +84,13 @@ class UnitTime:
     def scaled(self, by: float) -> UnitTime:
         """Every field times `by`."""
         return UnitTime(*(value * by for value in vars(self).values()))
+
+    def calls(self, software: Software) -> float:
+        """Calls of the host, in the forward and in the backward each."""
+        if software.captured:
+            return 0.0
+        issued = self.operators - software.captured_mlp * self.mlp_operators
+        return issued + self.collectives + software.expert_calls * self.experts
 
 
 @dataclass(frozen=True)
@@ -203,6 +212,7 @@ class _Reader:
         here.routed_s += ahead_s * (op.target is ops.experts)
         here.routed_back_s += back_s * (op.target is ops.experts)
         here.operators += op.count
+        here.mlp_operators += op.count * self.parts["mlp"](op)
         here.experts += op.count * (op.target is ops.experts)
         for part, inside in self.parts.items():
             if inside(op):

@@ -59,6 +59,7 @@ class Software:
     expert_calls         calls of the host for a layer of experts in the forward, beyond one: sorting and dispatch of
                          tokens, matmuls of each expert
     captured             kernels are launched from a captured graph or compiled code, so that the host takes no time
+    captured_mlp         those of feed-forward layers are
     """
 
     fused: bool = True
@@ -71,6 +72,7 @@ class Software:
     matmul_share: float = 1.0
     optimizer_bytes: float = 30.0
     captured: bool = False
+    captured_mlp: bool = False
     hidden_tensor: float = 0.0
     hidden_tokens: float = 0.0
     attention: float = 1.0

@@ -191,11 +191,7 @@ class _Step:
         back += self._accumulate_s(unit)
         forward_comm, back_comm = unit.forward_comm_s * comm, unit.backward_comm_s * comm
         again_s = again_comm = again_host = 0.0
-        host = (
-            0.0
-            if software.captured
-            else self.device.dispatch_s * (unit.operators + unit.collectives + software.expert_calls * unit.experts)
-        )
+        host = self.device.dispatch_s * unit.calls(software)
         if setup.recompute == "full":
             whole = forward - self.slowest * unit.last_s * software.stops_early
             again_s, again_comm, again_host = (x * again for x in (whole, forward_comm, host))

@@ -346,7 +346,7 @@ def _software(line: Line, known: Facts, precision: str, matmul: str, sequence_pa
     if precision == "float32":  # nothing is sent in fewer bits
         software = replace(software, gathered_bytes=4, gradient_bytes=4)
     return replace(
-        replace(software, **graphs(line["source_id"], run)),
+        replace(software, **graphs(line["source_id"], run, line["notes"])),
         matmul=matmul,
         habits=habits,
         hidden_tokens=1.0 if ranks.schedule == "dualpipev" else 0.0,

@@ -171,6 +171,19 @@ XLA = Facts(
     why="XLA: one program, loops fused, no fused attention",
 )
 
+PAXML = replace(
+    XLA,
+    software=replace(XLA.software, overlap_gradients=True),
+    why="XLA of 2023 and later: its latency-hiding scheduler runs collectives beside compute; attention is no kernel "
+    "of its own (xla_gpu_enable_cudnn_fmha=false; NVIDIA/dgxc-benchmarking v25.01, paxml/configure.sh)",
+)
+JAX = replace(
+    PAXML,
+    flash=True,
+    software=replace(PAXML.software, attention=MEGATRON.software.attention),
+    why="as PaxML, with attention of cuDNN (attention=cudnn_flash_te; maxtext/configure.sh there)",
+)
+
 SOURCES = (
     ("alpa", XLA),
     ("bigscience", MEGATRON_2021),
@@ -236,7 +249,6 @@ optimizer with bf16 gradients/moments": NVIDIA-NeMo/Megatron-Bridge, recipes/moo
 
 
 NOTED: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("CUDA graphs", {"expert_calls": 0}),  # of routers at least, and of what sorts tokens
     # gradients are summed in 16 bits; what FSDP shards stays in float32 (torch.distributed.fsdp.MixedPrecision)
     ("mode PURE", {"gradient_bytes": 2}),
     # DotProductAttention of Transformer Engine, which is cuDNN's
@@ -255,9 +267,13 @@ BY_TABLE: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 """Source, what its table and model are called, and what was other software there."""
 
-OF_OTHERS = ((r"\bmethod megatron\b", MEGATRON_2021),)
-"""How notes say that a row is of other software than its source's, and which: Alpa's tables have runs of Megatron-LM
-beside its own (alpa-projects/alpa, benchmark/megatron)."""
+OF_OTHERS = (
+    (r"\bmethod megatron\b", MEGATRON_2021),
+    (r"(?i)\bpax(ml)?\b", PAXML),
+    (r"(?i)\b(maxtext|jax)\b", JAX),
+)
+"""How notes or a model's name say that a row is of other software than its source's, and which: Alpa's tables have runs
+of Megatron-LM beside its own (alpa-projects/alpa, benchmark/megatron), those of NVIDIA's recipes some of JAX."""
 
 
 def facts(source: str, notes: str, zero: int, sequence_parallel: bool, table: str = "") -> Facts:

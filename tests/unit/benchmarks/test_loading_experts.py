@@ -156,6 +156,19 @@ def test_whose_attention_is_that_of_transformer_engine(tmp_path: Path, notes: st
         ({"source_id": "megatron-bridge", "source_table": "25.11", "model": "Qwen3_30B_a3B", "gpu": "GB200"}, False),
         ({"source_id": "dgxc-v25.05.05", "model": "Nemotron4-340B", "model_type": "dense-gpt", "gpu": "GB200"}, True),
         ({"source_id": "dgxc-v25.05.05", "model": "Nemotron4-340B", "model_type": "dense-gpt"}, False),
+        ({"source_id": "nemo-25.04", "model": "Mixtral-8x7B", "gpu": "GB200"}, True),
+        ({"source_id": "nemo-25.04", "model": "LLAMA3-70B", "model_type": "dense", "gpu": "GB200"}, False),
+        ({"source_id": "nemo-25.04", "model": "Nemotron-15B", "model_type": "dense", "gpu": "B200"}, True),
+        ({"source_id": "nemo-25.02", "model": "Nemotron-15B", "model_type": "dense", "gpu": "B200"}, False),
+        ({"source_id": "nemo-25.04", "model": "LLAMA3-8B LoRA", "model_type": "dense", "gpu": "B200"}, False),
+        ({"source_id": "nemo-25.04", "model": "LLAMA3-70B LoRA", "model_type": "dense", "gpu": "GB200"}, True),
+        ({"source_id": "nemo-24.07", "model": "Nemotron-15B", "model_type": "dense"}, False),
+        ({"notes": "CUDA graphs"}, False),
+        ({"notes": "full-iteration CUDA graphs"}, True),
+        ({"notes": "CUDA graphs (full)"}, True),
+        ({"notes": "FULL_CUDA_GRAPH=1"}, True),
+        ({"notes": "CUDA graphs", "model_type": "dense-llama"}, True),
+        ({"notes": "no CUDA graphs", "model_type": "dense-llama"}, False),
     ],
 )
 def test_which_steps_are_one_graph(tmp_path: Path, change: dict[str, str], captured: bool) -> None:
@@ -164,10 +177,31 @@ def test_which_steps_are_one_graph(tmp_path: Path, change: dict[str, str], captu
 
 
 @pytest.mark.parametrize(
+    "model, gpu, table, whole, fed",
+    [
+        ("LLAMA3_8B", "B200", "26.02", True, False),
+        ("LLAMA3_8B", "H100-80GB-SXM", "26.02", False, False),
+        ("LLAMA3_8B", "GB200", "25.09", False, False),
+        ("LLAMA3_70B", "GB200", "26.02", False, False),
+        ("LLAMA3_70B SFT", "GB200", "26.02", False, True),
+        ("LLAMA3_70B SFT", "B200", "26.02", False, False),
+        ("LLAMA3_70B LoRA", "B200", "26.04", False, True),
+    ],
+)
+def test_which_dense_models_are_in_graphs(
+    tmp_path: Path, model: str, gpu: str, table: str, whole: bool, fed: bool
+) -> None:
+    line = RUN | {"source_id": "megatron-bridge", "source_table": f"{table} NeMo Container", "model": model, "gpu": gpu}
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [line])).rows
+    assert (row.setup.software.captured, row.setup.software.captured_mlp) == (whole, fed)
+
+
+@pytest.mark.parametrize(
     "change, calls",
     [
         ({"source_id": "dgxc-v25.02"}, EXPERT_CALLS),
         ({"source_id": "megatron-bridge", "notes": "CUDA graphs"}, 0),
+        ({"source_id": "megatron-bridge", "notes": "without CUDA graphs"}, EXPERT_CALLS),
         ({"source_id": "megatron-bridge", "source_table": "26.04 NeMo", "gpu": "GB200"}, 0),
         ({"source_id": "megatron-bridge", "source_table": "26.04 NeMo"}, EXPERT_CALLS),
         ({"source_id": "megatron-bridge-cards", "model": "gpt-oss-120b", "gpu": "GB200"}, EXPERT_CALLS),

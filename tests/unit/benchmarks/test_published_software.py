@@ -87,6 +87,14 @@ def test_rows_of_other_software_than_their_sources() -> None:
     assert own.software.captured and own == beside and own.dropout == 0.0
 
 
+def test_programs_of_jax_beside_others() -> None:
+    """NVIDIA's recipes are NeMo's for the most part: those of JAX were priced as NeMo's."""
+    nemo, pax, maxtext = (facts("dgxc-v25.01", notes, 3, False) for notes in ("", "PaxML JAX", "MaxText"))
+    assert not nemo.software.captured and nemo.flash
+    assert pax.software.captured and pax.software.overlap_gradients and not pax.flash
+    assert maxtext.software.captured and maxtext.flash and maxtext.software.attention == nemo.software.attention
+
+
 @pytest.mark.parametrize(
     "notes, seq, tokens",
     [

@@ -96,6 +96,7 @@ def test_parts_of_blocks_are_told_apart() -> None:
         (False, True),
         (True, False),
     ]
+    assert all((time.mlp_s > 0) == (0 < time.mlp_operators < time.operators) for time in times.values())
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,15 @@ def test_layers_of_experts_keep_the_host_busy() -> None:
     assert step(software=Software(expert_calls=200)).host_s == step().host_s  # there are none
 
 
+def test_the_host_issues_what_no_graph_holds() -> None:
+    place = replace(PLACE, times={**PLACE.times, "blocks": replace(PLACE.times["blocks"], mlp_operators=5)})
+    all_of_it, rest, none = (
+        predict(place, 8, replace(SETUP, software=software), CLUSTER).host_s
+        for software in (Software(), Software(captured_mlp=True), Software(captured=True))
+    )
+    assert all_of_it == step().host_s > rest > none == 0
+
+
 @pytest.mark.parametrize("ahead, back, under", [(2e-4, 4e-4, 6e-4), (8e-4, 1.2e-3, 1e-3)])
 def test_tokens_go_to_experts_beside_another_microbatch(ahead: float, back: float, under: float) -> None:
     """Of 1 ms forward and 2 back some are for the way: where the rest is as long, what is left of it is the share of

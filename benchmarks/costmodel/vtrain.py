@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from autopar.cluster import Cluster
 from autopar.predict import Setup, Software
 from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.rows import Loaded, Row
-from benchmarks.costmodel.tables import Line, rows_of
+from benchmarks.costmodel.tables import Line, Refused, count, positive, rows_of
 
 COLUMNS = (
     "# GPUs",
@@ -40,16 +39,12 @@ def load(path: Path) -> Loaded:
 
 
 def _row(line: Line, name: str, source: str) -> Row:
-    gpus, batch, micro, hidden, heads, layers, seq, tp, dp, pp = (int(line[column]) for column in COLUMNS[:-1])
-    seconds = float(line[COLUMNS[-1]]) / 1e3
-    if min(gpus, batch, micro, hidden, heads, layers, seq, tp, dp, pp) < 1:
-        raise ValueError("a size is not positive")
+    gpus, batch, micro, hidden, heads, layers, seq, tp, dp, pp = (count(line, column) for column in COLUMNS[:-1])
+    seconds = positive(line[COLUMNS[-1]], COLUMNS[-1]) / 1e3
     if tp * dp * pp != gpus:
-        raise ValueError(f"{tp} x {dp} x {pp} is not {gpus} GPUs")
-    if batch % (micro * dp) or not 0 < seconds < math.inf or hidden % heads:
-        raise ValueError(
-            f"batch {batch} in microbatches of {micro} on {dp} ranks, {hidden} in {heads} heads, {seconds} s"
-        )
+        raise Refused(f"{tp} x {dp} x {pp} is not {gpus} GPUs")
+    if batch % (micro * dp) or hidden % heads:
+        raise Refused(f"batch {batch} in microbatches of {micro} on {dp} ranks, {hidden} in {heads} heads")
     model = Config(
         vocab=padded(VOCABULARY, tp),
         positions=seq,

@@ -17,7 +17,8 @@ KINDS = (
 )
 """What runs again by how the column names it, the first that it does."""
 
-EVERY = r"every (\d+)(?:nd|rd|th)?\b"
+EVERY = r"every (?:(\d+)(?:nd|rd|th)?|other|second|third|fourth)\b"
+ORDINALS = {"other": 2, "second": 2, "third": 3, "fourth": 4}
 SOME = r"(\d+) ?(?:of|out of|/) ?(?:the )?(\d+) (?:layers|blocks)"
 FIRST = (
     r"(?i)\bblock\b.*(?:\b|_)layers?\b ?[=:]? ?(\d+)|\bblock\b\D*(\d+) layers?\b|(\d+) (?:layers|blocks) "
@@ -27,7 +28,7 @@ FIRST = (
 (Megatron-Core, recompute_method = block with recompute_num_layers; with uniform all do, in groups of so many)."""
 
 
-PLAIN = r"selective|partial|activation|recompute|recomputation|checkpointing|granularity|[^a-z0-9]"
+PLAIN = r"selective|partial|\bac\b|activation|recompute|recomputation|checkpointing|granularity|[^a-z0-9]"
 """What of a kind says nothing of parts."""
 
 
@@ -86,7 +87,7 @@ def _first(text: str) -> int:
 
 def _share(text: str) -> float:
     """Of the blocks that run again at all, the share that does."""
-    some, every = re.search(SOME, text), re.search(EVERY, text)
+    some, every = re.search(SOME, text), re.search(EVERY, text, re.I)
     if every:
-        return 1 / max(1, int(every[1]))
+        return 1 / max(1, int(every[1] or ORDINALS[every[0].split()[-1].lower()]))
     return min(1.0, int(some[1]) / max(1, int(some[2]))) if some else 1.0

@@ -14,10 +14,10 @@ STAGES = (
     (0, r"auto|heuristic"),
     (
         1,
-        r"\b(zero|stage)[- _]?(stage[- _=:]*)?1\b|dist(ributed)?[- _]optim|optimizer[- _](states?[- _])?shard|shard\w* "
-        r"optimizer",
+        r"\b(zero|stage)[- _]?(stage[- _=:]*)?1\b|dist(ributed)?[- _]?opt|zero[- _]?redundancy|"
+        r"optimizer[- _](states?[- _])?shard|shard\w* optimizer",
     ),
-    (0, r"none|^no?$|no[- _]shard|\bd?dp\b|data[- _]parallel|\b(zero|stage)[- _]?(stage[- _=:]*)?0\b"),
+    (0, r"none|^no?$|no[- _]shard|\bd?dp\b|(?<!sharded[- _])data[- _]parallel|\b(zero|stage)[- _]?(stage[- _=:]*)?0\b"),
 )
 """Stages of ZeRO by how the column names them, the first that it does; reduce-scatter is allowed Alpa's data
 parallelism in what it calls zero_2, of what it shards beside that (auto, heuristic) nothing is known."""

@@ -19,6 +19,7 @@ NO_GRADIENT = (
     aten.detach.default,
     aten.empty_like.default,
     aten.full_like.default,
+    aten.histc.default,
     aten.new_empty.default,
     aten.new_full.default,
     aten.new_ones.default,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from autopar.capture import capture
 from autopar.problem.gradients import NO_GRADIENT
@@ -14,6 +15,8 @@ from autopar.problem.graph import Program
 from autopar.problem.read_graph import read
 from passes import ANNOTATE, NORMALIZE, run
 from tests.helpers.export import B, export_graph
+from tests.unit.rules.samples import fill, reseed
+from tests.unit.rules.table import SAMPLES
 
 
 class Watched(nn.Module):
@@ -60,6 +63,24 @@ def test_autograd_records_none_of_them(target: Any) -> None:
     more = {"full_like": (2.0,), "new_full": ([3], 2.0)}.get(target.overloadpacket.__name__)
     sizes = ([3],) if target.overloadpacket.__name__.startswith("new_") else ()
     assert not target(x, *(more or sizes)).requires_grad
+
+
+def test_autograd_records_every_other_operator_that_has_a_rule() -> None:
+    """One that it does not record and that is not listed would be priced, and counted, with a backward."""
+    reseed()
+    assert [str(target) for target in SAMPLES if not _recorded(target) and target not in NO_GRADIENT] == []
+
+
+def _recorded(target: Any) -> bool:
+    """Whether autograd records an operator; True where it has no float operand or no float result."""
+    args, kwargs = fill((SAMPLES[target][0].args, dict(SAMPLES[target][0].kwargs)))
+    given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    if not any(x.requires_grad for x in given):
+        for x in given:
+            x.requires_grad_()
+    made = [x for x in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+    floats = [x for x in made if x.is_floating_point() or x.is_complex()]
+    return not given or not floats or any(x.requires_grad for x in floats)
 
 
 class Layer(nn.Module):

@@ -43,6 +43,15 @@ def behind_weighted(bag, ids, gates, starts):
     return bag(ids.reshape(-1), starts, per_sample_weights=gates.reshape(-1))
 
 
+def behind_multiples(bag, ids, gates, starts):
+    return bag(ids.reshape(-1), torch.arange(ids.shape[0]) * ids.shape[1])
+
+
+def behind_remainders(bag, ids, gates, starts):
+    """Bags of one row each, and the last of the rest."""
+    return bag(ids.reshape(-1), torch.arange(ids.shape[0]) % ids.shape[1])
+
+
 def captured(call, with_starts=False, **settings):
     torch.manual_seed(0)
     model = Bags(call, **settings)
@@ -61,6 +70,7 @@ def captured(call, with_starts=False, **settings):
         (plain, {"mode": "max"}),
         (plain, {"mode": "sum", "padding_idx": 3}),
         (plain, {"mode": "sum", "sparse": True}),
+        (behind_multiples, {"mode": "sum"}),
         (weighted, {"mode": "sum"}),
         (weighted, {"mode": "sum", "padding_idx": 0}),
     ],
@@ -87,6 +97,11 @@ def test_bags_of_one_length_are_rows_of_samples(call, settings):
 def test_bags_of_several_lengths_are_one_op(call, settings):
     found = captured(call, with_starts=True, **settings)
     assert sum(node.target is ops.ragged_bags for node in found.gm.graph.nodes) == 1
+
+
+def test_bags_that_begin_at_other_numbers_than_multiples_of_a_length_are_not_taken_for_rows_of_samples():
+    found = captured(behind_remainders, mode="sum")
+    assert ops.bag not in {node.target for node in found.gm.graph.nodes}
 
 
 def test_gradients_scaled_by_how_often_a_row_comes_stay_those_of_torch():

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from passes import NORMALIZE, facts, run
 from passes.edit import results
-from tests.helpers.export import B, assert_same, check_values, export_graph, run_graph, targets
+from tests.helpers.export import B, S, assert_same, check_values, export_graph, run_graph, targets
 
 # behind the samples: channels, then what a layer takes two of
 SIZES = {nn.BatchNorm1d: (3, 5), nn.BatchNorm2d: (3, 5, 4), nn.BatchNorm3d: (3, 5, 4, 2)}
@@ -54,18 +54,22 @@ def test_norms_are_those_of_torch(kind: type[nn.BatchNorm2d], options: str, trai
     normalized(kind(3, **OPTIONS[options]), torch.float64, torch.float64, training=training, tolerance=1e-9)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d])
-def test_running_statistics_of_instance_norms_are_those_of_torch(kind: type[nn.InstanceNorm2d]) -> None:
-    """The schema of the operator does not say that it changes them: they stayed zeros and ones, in silence."""
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", INSTANCES)
+def test_running_statistics_of_instance_norms_are_those_of_torch(kind: type[nn.InstanceNorm2d], training: bool) -> None:
+    """The schema of the operator does not say that it changes them: they stayed zeros and ones, in silence. In
+    evaluation it takes them in place of those of the samples."""
     torch.manual_seed(0)
-    model = kind(3, affine=True, track_running_stats=True, momentum=0.3).double()
+    model = kind(3, affine=True, track_running_stats=True, momentum=0.3).double().train(training)
+    for statistic in (model.running_mean, model.running_var):
+        statistic.uniform_(0.5, 1.5)
     inputs = {"input": torch.randn(4, *INSTANCES[kind], dtype=torch.float64) + 1}
-    gm = run(export_graph(model, (), inputs, {"input": {0: B}}), NORMALIZE)
+    gm = run(export_graph(model, (), inputs, {"input": {0: B, 2: S}}), NORMALIZE)
     check_values(gm)
     assert [about["target"] for about in gm.meta["outputs"] if about["kind"] == "mutation"] == [
         "running_mean",
         "running_var",
-    ]
+    ] * training
     assert_same(gm, model, inputs, 1e-9)
 
 

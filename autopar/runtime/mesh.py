@@ -128,15 +128,15 @@ class Mesh:
 
     def meet(self) -> DeviceMesh | None:
         """`device_mesh`, after making its process groups if they do not exist yet: a collective operation of all ranks,
-        and the first one of every model. If torch.distributed was shut down and started again since, all groups are
-        made anew.
+        and the first one of every model. If torch.distributed was started, or shut down, since they were made, all
+        groups are made anew.
 
         All ranks must make all groups in the same order: torch names a group by how many this process has made before,
         and a rank that skipped one would connect to members of another group and wait there.
 
         Raises RunError where the number of ranks is wrong.
         """
-        if self._world is not None and (not dist.is_initialized() or dist.group.WORLD is not self._world):
+        if dist.group.WORLD is not self._world:
             self.forget()
         return self.device_mesh
 

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from autopar.errors import RunError
+from autopar.runtime import Mesh
 from autopar.verify.step import RankCase
 from tests.helpers.ranks import on_new_ranks
 from tests.helpers.verify import by_recipe, by_stages, subject
@@ -44,3 +45,22 @@ def test_ranks_that_start_again(plan: str, tmp_path: Path) -> None:
     ):
         assert again == pytest.approx([loss, norm], rel=1e-12)
         assert "torch.distributed was shut down and started again since this module was made" in old
+
+
+def _started_late(store: str) -> str:
+    """One of two ranks: what the mesh of one rank, which was met before torch.distributed was started, says then."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # or one is gone while the other still connects
+    dist.destroy_process_group()
+    mesh = Mesh((1,), ("alone",), "cpu")
+    assert mesh.meet() is None
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    with pytest.raises(RunError) as caught:
+        mesh.meet()
+    return str(caught.value)
+
+
+def test_a_plan_of_one_rank_is_refused_on_two_that_start_late(tmp_path: Path) -> None:
+    """What was found before the start was kept: each of the ranks trained a model of its own, without a word."""
+    for said in on_new_ranks(2, _started_late, str(tmp_path / "store")):
+        assert said.startswith("wrong number of ranks: got 2, wanted 1")

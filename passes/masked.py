@@ -208,12 +208,7 @@ def _terms(node: fx.Node, known: Known) -> Whole | None:
     """A loss with one term per element, without its reduction."""
     given = edit.args_of(node)
     tensors = edit.tensor_operands(node)
-    if (
-        given.get("weight") is not None
-        or given.get("pos_weight") is not None
-        or not all(map(is_picked, tensors))
-        or len({facts.shape(x) for x in tensors}) > 1
-    ):
+    if not all(map(is_picked, tensors)) or len({facts.shape(x) for x in tensors}) > 1:
         return None
     if (found := _operands(node, known, tensors)) is None:
         return None

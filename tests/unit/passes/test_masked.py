@@ -65,6 +65,9 @@ LOSSES: dict[str, Callable[..., object]] = {
     "a head of picked rows": _head_of_some,
     "by places": _by_places,
     "written back": _written_back,
+    "binary, each with weights of its own": lambda net, h, y, m: F.binary_cross_entropy_with_logits(
+        h[..., 0][m], (y % 2).to(h.dtype)[m], h.detach()[..., 1].abs()[m], pos_weight=h.detach()[..., 2].abs()[m]
+    ),
     "binary": lambda net, h, y, m: F.binary_cross_entropy_with_logits(h[..., 0][m], (y % 2).to(h.dtype)[m]),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from autopar.buckets import BUCKET_BYTES
 from autopar.prefetching import LEAVES_AHEAD
-from autopar.problem.leaf_gathers import Leaves, first_bytes
+from autopar.problem.leaf_gathers import Leaves, first_bytes, share_ahead
 
 sizes = st.sampled_from([0.0, 0.1, 0.3, 0.6, 0.9, 1.0, 1.2, 3.0, 5.0])
 weights = st.lists(st.lists(sizes, min_size=1, max_size=4), min_size=1, max_size=7)
@@ -73,3 +75,20 @@ def test_of_large_weights_behind_others_that_are_not_gathered_it_is_said_exactly
     leaves = Leaves(options, seconds, [np.ones((len(one), 1), bool) for one in options], 10**9)
     first, *behind = said_s(leaves, [0, 0, 1, 1, 1])
     assert first < 2.5 and max(behind) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("each", "count", "share"),
+    [
+        ([0.5, 0.6, 3.0, 3.0], math.inf, 4.1 / 7.1),  # a bucket of two weights, one of one, and what comes too late
+        ([0.5, 0.6, 3.0, 3.0], 4, 4.1 / 7.1 * 3 / 4),  # nothing hides the leaves of the first block
+        ([0.05, 0.05], 20, 15 / 20),  # nor those of so many small blocks as fill half a bucket
+        ([0.05, 0.05], 4, 0.0),
+        ([0.0, 0.0], 4, 1.0),  # nothing is gathered
+    ],
+)
+def test_the_share_of_bytes_that_is_ahead_is_in_the_first_buckets(
+    each: list[float], count: float, share: float
+) -> None:
+    assert LEAVES_AHEAD == 2
+    assert share_ahead([nbytes * BUCKET_BYTES for nbytes in each], count) == pytest.approx(share)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.planner import Planner
 from autopar.problem.at_rest import EACH, Resting
+from autopar.problem.hiding import LOCAL_AXIS
 from autopar.problem.pairs import LayoutPair
 from autopar.problem.prices import Prices
 from autopar.problem.settings import Settings
@@ -54,6 +56,22 @@ def test_reshards_per_microbatch_and_per_step(weight: bool) -> None:
         assert per_micro[i, j] == pytest.approx(alone[0, 0])
         if all(late):  # nothing but the sum itself goes back, and it is the same sum
             assert per_micro[i, j] + per_step[i, j] == pytest.approx(whole.table_s([row], [column], size)[0, 0])
+
+
+def test_copies_around_what_happens_once_per_step_count_as_far_as_they_slow_down_collectives() -> None:
+    """A leaf that is gathered along dim 1, and its gradient that is scattered: both ends are put in order by copies."""
+    cluster, size = Cluster.parse("h100:2x4"), 1e8
+    once = StepPrices(cluster.mesh((2, 4)), replace(cluster.device, contention=0.25), Settings())
+    whole, part, rest = ("R", "R"), ("R", "P"), ("R", "S1")
+    loads = [
+        *once.routes.loads(rest, whole, size, once.bucket_bytes),
+        *once.routes.loads(part, rest, size, once.grad_bucket_bytes(size, size)),
+    ]
+    assert sum(load.axis == LOCAL_AXIS for load in loads) == 2
+    priced = once.table_s([LayoutPair(whole, rest)], [LayoutPair(whole, part)], size, weight=True)
+    assert priced.item() == pytest.approx(
+        sum(load.seconds * (0.25 if load.axis == LOCAL_AXIS else 1.0) for load in loads)
+    )
 
 
 def test_gradients_add_up_where_there_are_several_microbatches() -> None:

@@ -128,9 +128,9 @@ def numbers_graded(case: Case) -> tuple[int, ...]:
     return (1, able) if able > 1 else (1,)
 
 
-def both_ways(target: Any, case: Case, graded: int, *, summed: bool = False) -> tuple[Both | None, Both | None]:
-    """Forward and backward of a call in float32 of whose operands the first `graded` of those have gradients that can;
-    None of one that gives its operand, or has no gradient. `summed`: the gradient of its results is that of a sum."""
+def all_ways(target: Any, case: Case, graded: int) -> tuple[Both | None, Both | None, Both | None]:
+    """Forward, backward, and backward of a sum of the results, of a call in float32 of whose operands the first
+    `graded` of those have gradients that can; None of one that gives its operand, or has no gradient."""
     args, kwargs = pytree.tree_map_only(Tensor, _narrow, fill((list(case.args), dict(case.kwargs))))
     wanted = {id(tensor) for tensor in [tensor for tensor in _leaves((args, kwargs)) if tensor.requires_grad][:graded]}
     args, kwargs = pytree.tree_map_only(
@@ -142,23 +142,30 @@ def both_ways(target: Any, case: Case, graded: int, *, summed: bool = False) -> 
     counted = max(allocations(lambda: results.append(target(*args, **kwargs))), default=0)
     op, made = _op(target, args, kwargs, results[0]), _leaves(results.pop())
     if not makes_view(op) and any(_place(result) in map(_place, operands) for result in made):
-        return None, None
+        return None, None, None
     local = Local(op, [*map(nbytes, operands)], [*map(nbytes, made)], extra, on_cpu=True)
     new = sum(
         {_place(result): nbytes(result) for result in made if _place(result) not in map(_place, operands)}.values()
     )
     beside = sum(local.ins) + sum(local.outs) + extra
     forward = Both(counted, new + extra + forward_bytes(local, (), EMITTED), beside)
+    if not wanted or not any(result.requires_grad for result in made):
+        return forward, None, None
+    whole = _backward(made, operands, local, beside, summed=False)
+    allocations(lambda: results.append(target(*args, **kwargs)))  # the profiler sees what goes if it saw it come
+    made = _leaves(results.pop())
+    return forward, whole, _backward(made, operands, local, beside, summed=True)
+
+
+def _backward(made: Sequence[Tensor], operands: Sequence[Tensor], local: Local, beside: float, *, summed: bool) -> Both:
+    """Of a call that made `made`. `summed`: the gradient of these is that of a sum."""
     ends = [result for result in made if result.requires_grad]
-    if not ends or not wanted:
-        return forward, None
     loss, given, one = (
         _Given.apply(summed, *ends),
         sum(result.element_size() if summed else nbytes(result) for result in ends),
         torch.ones(()),
     )
-    del ends
-    leaves = [tensor for tensor in operands if tensor.requires_grad]
+    leaves, results = [tensor for tensor in operands if tensor.requires_grad], list[Any]()
     counted = max(
         allocations(lambda: results.append(torch.autograd.grad(loss, leaves, one, allow_unused=True))), default=0
     )
@@ -166,8 +173,6 @@ def both_ways(target: Any, case: Case, graded: int, *, summed: bool = False) -> 
     gradients = sum(
         local.ins[i]
         for i, there in zip((i for i, tensor in enumerate(operands) if tensor.requires_grad), used, strict=True)
-        if there and not hands_on(op, i, local)
+        if there and not hands_on(local.op, i, local)
     )
-    return forward, Both(
-        counted, given + gradients + backward_bytes(local, (), EMITTED) + made_whole(local, given), beside
-    )
+    return Both(counted, given + gradients + backward_bytes(local, (), EMITTED) + made_whole(local, given), beside)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from passes import ops
-from tests.helpers.temporaries import both_ways, numbers_graded
+from tests.helpers.temporaries import all_ways, numbers_graded
 from tests.unit.rules.samples import T, case, f, i, reseed
 from tests.unit.rules.samples_linalg import PIVOTS, d
 from tests.unit.rules.table import SAMPLES
@@ -85,22 +85,6 @@ ELSEWHERE = {
 """Not as a table of single operators."""
 
 
-@pytest.mark.parametrize(
-    "target",
-    [target for target in SAMPLES if target not in ELSEWHERE],
-    ids=lambda target: str(target).split(" at 0x")[0],
-)
-def test_what_an_operator_takes_is_counted(target: Any) -> None:
-    reseed()  # a mask of nothing takes less
-    wrong = []
-    for one in (*BLOCKED.get(target, SAMPLES[target]), *MORE.get(target, ())):
-        for number in numbers_graded(one) if target not in BLOCKED else numbers_graded(one)[-1:]:
-            for way, both in zip(("forward", "backward"), both_ways(target, one, number), strict=True):
-                if both is not None and not both.close:
-                    wrong.append((way, number, both, one.args))
-    assert not wrong
-
-
 AS_MUCH = {
     **dict.fromkeys(
         (aten.batch_norm.default, aten.instance_norm.default), "their kernels for other orders of memory work in place"
@@ -124,17 +108,17 @@ AS_MUCH = {
     [target for target in SAMPLES if target not in ELSEWHERE],
     ids=lambda target: str(target).split(" at 0x")[0],
 )
-def test_what_an_operator_takes_of_the_gradient_of_a_sum_is_counted(target: Any) -> None:
-    """One number that is seen at full size: kernels that read rows in memory make it whole, others do not."""
-    reseed()
+def test_what_an_operator_takes_is_counted(target: Any) -> None:
+    """Of the gradient of a sum, too, one number that is seen at full size: kernels that read rows in memory make it
+    whole, others do not."""
+    reseed()  # a mask of nothing takes less
     wrong = []
     for one in (*BLOCKED.get(target, SAMPLES[target]), *MORE.get(target, ())):
         for number in numbers_graded(one) if target not in BLOCKED else numbers_graded(one)[-1:]:
-            _, backward = both_ways(target, one, number, summed=True)
-            if (
-                backward is not None
-                and not backward.close
-                and not (target in AS_MUCH and backward.counted < backward.predicted)
-            ):
-                wrong.append((number, backward, one.args))
+            forward, backward, summed = all_ways(target, one, number)
+            if summed is not None and target in AS_MUCH and summed.counted < summed.predicted:
+                summed = None
+            for way, both in (("forward", forward), ("backward", backward), ("of a sum", summed)):
+                if both is not None and not both.close:
+                    wrong.append((way, number, both, one.args))
     assert not wrong

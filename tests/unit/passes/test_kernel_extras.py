@@ -159,28 +159,36 @@ def in_float32(value: Any) -> Any:
 @pytest.mark.parametrize(
     "target", [target for target in CALLS if target not in OTHERWISE], ids=lambda target: str(target).split(" at 0x")[0]
 )
-@pytest.mark.parametrize("graded", [1, 9])
-def test_all_that_autograd_keeps_is_counted(target: Any, graded: int) -> None:
+def test_all_that_autograd_keeps_is_counted(target: Any) -> None:
     """Up to a few numbers, with a gradient of the first operand alone and of all."""
     for arguments in [*CALLS[target], *(partial(proven, one) for one in FURTHER.get(target, ()))]:
-        reseed()
-        args, kwargs = pytree.tree_map(in_float32, arguments())
-        for operand in [x for x in tensors((args, kwargs)) if x.requires_grad][graded:]:
-            operand.requires_grad_(False)
-        kept: dict[int, Tensor] = {}
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda x, kept=kept: kept.setdefault(x.untyped_storage().data_ptr(), x) is None or x, lambda x: x
-        ):
-            made = target(*args, **kwargs)
-        if any(x.requires_grad for x in tensors(made)):
-            operands = tensors((args, kwargs))
-            counted = kept_by_table(target, args, kwargs, made)
-            known = {[*operands, *tensors(made)][place].untyped_storage().data_ptr() for place in counted.positions}
-            held = sum(x.untyped_storage().nbytes() for place, x in kept.items() if place not in known)
-            beside = counted.extra_bytes + sum(operands[place].nbytes for place in counted.copies)
-            assert float(beside) == pytest.approx(
-                held, abs=200 if target is aten.triplet_margin_loss.default else 16
-            ), (args, kwargs)
+        for alone in (True, False):
+            reseed()
+            args, kwargs = pytree.tree_map(in_float32, arguments())
+            others = [x for x in tensors((args, kwargs)) if x.requires_grad][1:]
+            if alone and not others:
+                continue  # the first is all
+            for operand in others if alone else ():
+                operand.requires_grad_(False)
+            check_what_is_kept(target, args, kwargs)
+
+
+def check_what_is_kept(target: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+    kept: dict[int, Tensor] = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.setdefault(x.untyped_storage().data_ptr(), x) is None or x, lambda x: x
+    ):
+        made = target(*args, **kwargs)
+    if any(x.requires_grad for x in tensors(made)):
+        operands = tensors((args, kwargs))
+        counted = kept_by_table(target, args, kwargs, made)
+        known = {[*operands, *tensors(made)][place].untyped_storage().data_ptr() for place in counted.positions}
+        held = sum(x.untyped_storage().nbytes() for place, x in kept.items() if place not in known)
+        beside = counted.extra_bytes + sum(operands[place].nbytes for place in counted.copies)
+        assert float(beside) == pytest.approx(held, abs=200 if target is aten.triplet_margin_loss.default else 16), (
+            args,
+            kwargs,
+        )
 
 
 def test_what_is_counted_otherwise_has_calls() -> None:

@@ -26,7 +26,7 @@ from autopar.codegen.placements import in_order, write_placed
 from autopar.codegen.reserved import COMMENT_COLUMN, REPLAYED, USED_IN_SCOPES, atom
 from autopar.codegen.turns import turn_text
 from autopar.errors import PlanError
-from autopar.layout import NO_GRAD, Layout, show
+from autopar.layout import NO_GRAD, show
 from autopar.problem.graph import Op, Ref, Run, op_name
 from autopar.problem.pairs import LayoutPair
 from autopar.rules.tiles import tiled
@@ -244,8 +244,7 @@ class ScopeWriter:
         args = tuple(self._argument(a, queue, op) for a in node.args)
         kwargs = {k: self._argument(v, queue, op) for k, v in node.kwargs.items()}
         outs = tuple(self.context.local_sizes((op.name, i)) for i in range(len(op.call.outs)))
-        if node.target is torch.ops.aten.reshape.default:
-            self._note_even(op, out_pair(plan, (op.name, 0)).value)
+        self._note_even(op)
         plain = Written(args, kwargs, node.args, outs)
         call = operands_chosen(PlannedCall(op, plan.nodes[op.name], plain, self.context))
         special = algorithm_text(call)
@@ -254,12 +253,20 @@ class ScopeWriter:
         self.context.use(node.target)
         return seeded_text(call, write(node.target, switched(call)))
 
-    def _note_even(self, op: Op, layout: Layout) -> None:
-        """Note the sizes that must divide evenly for a reshape of cut dims: the forward checks them first."""
-        source = in_pair(self.context.plan, op.name, 0).value
-        for size, axes in size_text.must_divide(
-            op.call.ins[0].shape, source, op.call.outs[0].shape, layout, self.context.batch_axes
-        ):
+    def _note_even(self, op: Op) -> None:
+        """Note the sizes that must divide evenly, for a reshape of cut dims and for samples side by side: the forward
+        checks them first."""
+        plan, exact = self.context.plan, self.context.batch_axes
+        ins = [in_pair(plan, op.name, index).value for index in range(len(op.call.ins))]
+        outs = [out_pair(plan, (op.name, index)).value for index in range(len(op.call.outs))]
+        found = [
+            pair
+            for tensor, layout in zip(op.tensors, (*ins, *outs), strict=True)
+            for pair in size_text.sections_must_divide(tensor.shape, layout, exact)
+        ]
+        if op.target is torch.ops.aten.reshape.default:
+            found += size_text.must_divide(op.call.ins[0].shape, ins[0], op.call.outs[0].shape, outs[0], exact)
+        for size, axes in found:
             self.context.even.setdefault((size_text.text(size), axes), f"{op.name} at {op.where}")
 
     def _argument(self, item: Any, queue: Any, op: Op) -> str:

@@ -129,6 +129,18 @@ def must_divide(
     return found
 
 
+def sections_must_divide(
+    sizes: Sequence[Size], layout: Layout, exact: Collection[int]
+) -> list[tuple[Size, tuple[int, ...]]]:
+    """The sizes of the sections in which samples lie side by side, each with the axes that must cut it evenly."""
+    found = []
+    for dim in {dim_of(entry) for entry in layout if is_shard(entry) and len(sections_of(entry)) > 1}:
+        axes, size = cutters(layout, dim), sizes[dim]
+        if not isinstance(size, int) and not _batch_divides(size, axes, exact):
+            found += [(sympy.cancel(size / len(sections_of(layout[a]))), axes) for a in axes]
+    return found
+
+
 def shape(
     sizes: Sequence[Size],
     layout: Layout,

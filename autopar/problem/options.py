@@ -12,13 +12,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import sympy
+
 from autopar.layout import dim_of, is_shard, shard
 from autopar.layout import sections_of as weights_of
 from autopar.problem.at_rest import EACH
 from autopar.problem.graph import Op, Program, Ref
 from autopar.rules import options_for
-from autopar.rules.language import Option, Use
+from autopar.rules.language import Option, Size, Use
 from autopar.rules.matches import options
+from autopar.rules.reshapes import quotient
 from autopar.rules.rule import Rule
 from autopar.rules.tiles import in_tiles
 
@@ -88,14 +91,30 @@ def splits_samples(op: Op, ways: int) -> bool:
 
 
 def _needs_planned_sizes(op: Op, option: Option) -> bool:
-    """Whether the option cuts a dim of symbolic size in sections. How many sections there are (or where they end) was
-    read off the planned sizes: with another batch or sequence such a layout would name other elements than the operator
-    gives."""
-    uses = (*option.ins, *option.outs)
+    """Whether the option cuts a dim of symbolic size in sections of which only the planned sizes say how many there are
+    or where they end: with another batch or sequence such a layout would name other elements than the operator gives.
+    Samples side by side (`torch.cat([chosen, rejected])`: sections of b samples each) are as many for all sizes."""
+    uses = zip((*option.ins, *option.outs), op.tensors, op.batch, strict=True)
+    cut = [(use.value, tensor.shape[dim_of(use.value)], batch) for use, tensor, batch in uses if is_shard(use.value)]
+    plain = [size for entry, size, _ in cut if len(weights_of(entry)) == 1]
+    by_itself = "/" in option.factor  # cut as other operators show: all tensors are cut in the same sections
     return any(
-        is_shard(use.value) and len(weights_of(use.value)) > 1 and not isinstance(tensor.shape[dim_of(use.value)], int)
-        for use, tensor in zip(uses, op.tensors, strict=True)
+        len(weights_of(entry)) > 1
+        and not isinstance(size, int)
+        and not (
+            dim_of(entry) in batch
+            and (section := _section(entry, size)) is not None
+            and (bool(plain) or by_itself)
+            and all(sympy.expand(section - other) == 0 for other in plain)
+        )
+        for entry, size, batch in cut
     )
+
+
+def _section(entry: str, size: Size) -> Size | None:
+    """The size of each section of a cut dim; None where they are not alike for all sizes of the inputs."""
+    weights = weights_of(entry)
+    return quotient(size, len(weights)) if set(weights) == {1} else None
 
 
 def _at_rest(factor: str, op: Op, entry: str) -> Option:
@@ -144,16 +163,19 @@ def _even_dims(op: Op, ways: int) -> list[int]:
 
 
 def sections_of(program: Program, rules: Mapping[Any, Rule] | None = None) -> Sections:
-    """The sections that dims of fused projections fall into (q, k, v in one weight), in absolute sizes.
+    """The sections that dims of fused projections fall into (q, k, v in one weight), and those of samples side by side,
+    in absolute sizes.
 
-    They show where an operator takes a projection's output apart: a split, or a view whose outer factor is not the one
-    to cut. Only dims that come straight from a weight count, so that the halves of rotary embeddings do not.
+    Projections show where an operator takes their output apart: a split, or a view whose outer factor is not the one
+    to cut. Only dims that come straight from a weight count, so that the halves of rotary embeddings do not. Samples
+    show where an operator puts them together.
     """
     found: dict[tuple[int, ...], None] = {}
     for op in program.ops.values():
         if op.role != "op" or not op.operands:
             continue
         for option in options_for(op.call, 1, rules=rules):
+            found |= _of_samples(op, option)
             for index, use in enumerate(option.ins):
                 if (
                     "/" in use.value
@@ -162,6 +184,19 @@ def sections_of(program: Program, rules: Mapping[Any, Rule] | None = None) -> Se
                 ):
                     found[cut] = None
     return tuple(found)
+
+
+def _of_samples(op: Op, option: Option) -> dict[tuple[int, ...], None]:
+    """The sections, in absolute sizes, in which outputs of `op` have samples side by side under an option."""
+    if _needs_planned_sizes(op, option):
+        return {}
+    return {
+        (tensor.sizes[dim_of(use.value)] // count,) * count: None
+        for use, tensor in zip(option.outs, op.call.outs, strict=True)
+        if is_shard(use.value)
+        and (count := len(weights_of(use.value))) > 1
+        and not isinstance(tensor.shape[dim_of(use.value)], int)
+    }
 
 
 def _absolute(op: Op, index: int, entry: str) -> tuple[int, ...] | None:

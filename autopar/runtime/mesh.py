@@ -242,8 +242,8 @@ class Mesh:
         if size % ways:
             raise RunError(
                 f"{name} = {size} does not divide by the {ways} ranks that cut it on {self}, which {why} needs: it "
-                f"reshapes a cut dim; use {size // ways * ways or ways} or {-(-size // ways) * ways}, or plan for "
-                "another mesh"
+                f"reshapes or joins cut dims; use {size // ways * ways or ways} or {-(-size // ways) * ways}, or plan "
+                "for another mesh"
             )
 
     def forget(self) -> None:

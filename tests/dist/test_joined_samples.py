@@ -1,0 +1,108 @@
+"""Samples side by side, as losses of preferences join them (`torch.cat([chosen, rejected])`): they are cut in sections,
+so that nothing is sent to join them or to take them apart, and pipelines take microbatches of them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.capture import capture
+from autopar.errors import RunError
+from autopar.plan import Plan
+from autopar.problem.options import sections_of, table_of
+from autopar.problem.read_graph import read
+from autopar.recipes import roles
+from tests.helpers.verify import Subject, by_chance, by_recipe, by_stages, right
+
+WORDS, D, BATCH = 32, 8, 8
+
+
+class Preference(nn.Module):
+    """How much likelier chosen texts are than rejected ones, all in one pass through the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(WORDS, D), nn.Linear(D, WORDS)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(2))
+
+    def forward(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
+        ids = torch.cat([chosen, rejected])
+        h = self.embedding(ids)
+        for layer in self.layers:
+            h = h + layer(h)
+        scores = self.head(h).log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1).sum(1)
+        better, worse = scores.chunk(2)
+        return -F.logsigmoid(better - worse).mean(), better - worse
+
+
+class Texts(Subject):
+    """A subject of chosen and rejected texts."""
+
+    def batch(self, batch: int = BATCH, seq: int = 6) -> dict[str, Tensor]:
+        draw = torch.Generator().manual_seed(1)
+        return {name: torch.randint(WORDS, (batch, 6), generator=draw) for name in self.captured.input_names}
+
+
+@cache
+def texts() -> Subject:
+    model, ids = Preference(), torch.zeros(BATCH, 6, dtype=torch.long)
+    return Texts("preference", "train", capture(model, (ids, ids)), model.state_dict())
+
+
+def layouts(made: Plan) -> set[str]:
+    return {use.partition("|")[0] for node in made.nodes.values() for use in node.outs}
+
+
+def test_data_parallel_steps_send_no_samples() -> None:
+    made = by_recipe(texts(), (4,), "ddp")
+    joined, (*_, apart) = made.nodes["cat"], [node for name, node in made.nodes.items() if name.startswith("chunk")]
+    assert (joined.ins, joined.outs) == (("S0|-", "S0|-"), ("S0/2|-",))
+    assert (apart.ins, apart.outs) == (("S0/2|S0/2",), ("S0|S0", "S0|S0"))
+    right(texts().verified(made))
+
+
+@pytest.mark.parametrize(("mesh", "role"), [((1,), roles.nothing), ((2,), roles.zero3)])
+def test_pipelines_take_microbatches(mesh: tuple[int, ...], role: roles.Role) -> None:
+    report = texts().verified(by_stages(texts(), mesh, (role,), 2, 2, "1f1b"))
+    assert report.ok, [row for row in report.rows if not row.ok][:4]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_plan(seed: int) -> None:
+    made = by_chance(texts(), (2, 2), seed)
+    assert any("S0/2" in layout for layout in layouts(made))
+    right(texts().verified(made))
+    right(texts().verified(made, batch=12))
+
+
+def test_sections_that_do_not_divide_are_refused() -> None:
+    """Two sections of five samples cannot be cut over two ranks, though ten samples can."""
+    made = by_chance(texts(), (2,), 0, {torch.ops.aten.cat.default: ("p0|p1",)})
+    assert made.nodes["cat"].outs == ("S0/2|-",)
+    with pytest.raises(RunError, match="does not divide by the 2 ranks"):
+        texts().verified(made, batch=5)
+
+
+class Heads(nn.Module):
+    """Heads of samples side by side: as many sections as there are samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.up(x).unflatten(-1, (8, -1)).transpose(1, 2).flatten(0, 1)
+        return rows.softmax(-1).unflatten(0, (-1, 8)).square().sum()
+
+
+def test_heads_of_as_many_samples_are_not_joined_samples() -> None:
+    """Eight heads of eight samples: sections that end elsewhere where there are six."""
+    captured = capture(Heads(), (torch.zeros(8, 4, D),))
+    program = read(captured.gm, captured.hints, training=True)
+    table = table_of(program, 2, sections_of(program), None)
+    assert not any("S0/" in str(use) for options in table.values() for option in options for use in option.outs)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -36,6 +36,18 @@ def before(node: fx.Node) -> AbstractContextManager[None]:
 def after(node: fx.Node) -> AbstractContextManager[None]:
     """Context in which new nodes are put right behind `node`."""
     return node.graph.inserting_after(node)
+
+
+def bring_before(node: fx.Node, values: Iterable[fx.Node]) -> None:
+    """Move `values`, and what they depend on, in front of `node`, on which none of them may depend."""
+    queue, late = list(values), dict[fx.Node, None]()
+    while queue:
+        value = queue.pop()
+        if value not in late and value > node:
+            late[value] = None
+            queue += value.all_input_nodes
+    for value in sorted(late):
+        node.prepend(value)
 
 
 def call(like: fx.Node, target: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> fx.Node:

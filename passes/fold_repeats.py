@@ -76,6 +76,9 @@ def _fold(gm: fx.GraphModule, run: Run, total: int, carries: dict[fx.Node, bool]
     name = _free_name(gm, f"{run.path}_{first.start}")
     gm.add_submodule(name, body)
     users = users_outside(run)
+    if users:  # two passes through the same blocks (texts and documents): what the second one reads is made before both
+        inside = set(run.nodes)
+        edit.bring_before(min(users), [v for i in run.instances for v in i.outside if v not in inside])
     with edit.before(min(users) if users else edit.output_node(gm)):
         args = tuple(first.outside[slot] for slot in [*run.carried, *constant])
         call = gm.graph.call_module(name, args)

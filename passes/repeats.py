@@ -274,14 +274,18 @@ def _closed(run: Run) -> bool:
             value = instance.outside[slot]
             if not same_everywhere(run.instances, slot) and any(inside.get(user) != number for user in value.users):
                 return False  # a weight of one instance is used elsewhere too
-    return _in_order(run, inside)
+    return not _needs_itself(run, inside)
 
 
-def _in_order(run: Run, inside: dict[fx.Node, int]) -> bool:
-    """Whether one call can replace the run: every operand of the run comes before every user of its results."""
-    needed = [value for instance in run.instances for value in instance.outside if value not in inside]
-    users = users_outside(run)
-    return not users or not needed or max(needed) < min(users)
+def _needs_itself(run: Run, inside: Mapping[fx.Node, int]) -> bool:
+    """Whether an operand of the run depends on its results, so that one call cannot replace it."""
+    queue, found = users_outside(run), dict[fx.Node, None]()
+    while queue:
+        user = queue.pop()
+        if user not in found and user not in inside:
+            found[user] = None
+            queue += user.users
+    return any(value in found for instance in run.instances for value in instance.outside)
 
 
 def same_everywhere(instances: list[Instance], slot: int) -> bool:

@@ -242,6 +242,42 @@ def test_fewer_blocks_than_would_be_kept_are_no_run():
     assert len(block_runs.find(Stack(blocks("rrrr")))) == 1
 
 
+class Net(torch.nn.Module):
+    """Blocks that begin with a norm, and a last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)) for _ in range(4)
+        )
+        self.last = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.last(x)
+
+
+class Followed(torch.nn.Module):
+    """A copy of a net follows its weights, taken in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new, self.old = Net(), Net().requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for new, old in zip(self.new.parameters(), self.old.parameters(), strict=False):
+                old.data = 0.9 * old.data + 0.1 * new.data
+        return (self.new(x) - self.old(x)).square().mean()
+
+
+def test_lists_of_weights_that_go_together_are_whole():
+    """With fewer blocks of one of them a bias was assigned what has the size of a weight, and the model refused."""
+    captured = capture(Followed(), (torch.randn(6, 8),))
+    assert any("assigns float32" in note for note in captured.notes)
+
+
 def test_a_list_that_holds_one_block_many_times_is_left_alone():
     block = Block(0)
     model = Stack([block] * 6).double()

@@ -355,3 +355,24 @@ def test_a_shortened_container_stands_for_all_its_blocks():
 def test_a_shortened_container_that_does_not_fold_is_an_error():
     with pytest.raises(ValueError, match=r"layers from 0 on were captured as 2 for 32"):
         folded(Stack([8, 6]), repeat_counts={"layers": [(0, 1, 2, 32)]})
+
+
+class Pairs(nn.Module):
+    """One encoder for questions and for texts, which are made where the questions are done; or of these."""
+
+    def __init__(self, *, after: bool) -> None:
+        super().__init__()
+        self.encoder, self.up, self.after = Stack([8] * 3), nn.Linear(4, 4), after
+
+    def forward(self, x):
+        questions = self.encoder(x)[0].relu()
+        (texts,) = self.encoder(self.up(questions if self.after else x))
+        return questions * texts
+
+
+@pytest.mark.parametrize(("after", "found"), [(False, [3]), (True, [])])
+def test_blocks_that_are_passed_twice_fold_where_both_passes_can_go_together(after, found):
+    model = Pairs(after=after)
+    gm = folded(model)
+    assert [call.meta["repeat"] for call in calls(gm)] == found
+    assert_same(gm, model, {"x": torch.randn(5, 4)})

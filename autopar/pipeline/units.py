@@ -169,7 +169,9 @@ def _needed(
     operators; and those that compute the new values of buffers that it reads, because it has a copy of the buffer."""
     changed = {op.fqn: op.operands[0] for op in program.results if op.role == "mutation" and op.operands[0][0] in free}
     queue = [ref for name in own for ref in program.ops[name].operands]
-    queue += [ref for scope in blocks for ref in program.runs[scope].feeds]
+    for scope, (first, _) in blocks.items():  # blocks behind the first one have carried values of the stage before
+        run = program.runs[scope]
+        queue += run.feeds[0 if first == 0 else len(run.carried) :]
     if last:  # results that nothing else makes
         queue += [op.operands[0] for op in program.results]
     found: dict[str, None] = {}

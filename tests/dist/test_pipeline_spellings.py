@@ -102,3 +102,28 @@ def test_pipelines_take_microbatches(kind: type[nn.Module], schedule: str, mesh:
 def test_any_plan(kind: type[nn.Module], seed: int) -> None:
     report = rows(kind).verified(by_chance(rows(kind), (2, 2), seed))
     assert report.ok, (report.first, [row for row in report.rows if not row.ok][:4])
+
+
+class Latents(nn.Module):
+    """Blocks on learned rows, copied for each sample, that read the input, as in Perceiver."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.latents, self.layers = nn.Parameter(torch.randn(3, D)), nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.latents.expand(len(x), -1, -1)
+        for layer in self.layers:
+            h = h + layer(h) * x.mean(1, keepdim=True)
+        return h.square().sum() / len(x)
+
+
+def test_a_stage_behind_the_first_blocks_does_not_make_what_these_are_given() -> None:
+    """It had a copy of the latents, which nothing reads there, and the sum of its gradient was priced and never run."""
+    model = Latents()
+    who = Rows("latents", "train", capture(model, (torch.zeros(8, 4, D),)), model.state_dict())
+    made = by_stages(who, (2,), (roles.data,), 2, 2, "1f1b")
+    assert [[name for name in stage.nodes if name.startswith("expand")] for stage in made.stages] == [["expand"], []]
+    report = who.verified(made)
+    assert report.ok, [row for row in report.rows if not row.ok][:4]

@@ -51,6 +51,7 @@ from passes.ranges import ranges
 from passes.rejoined import rejoined
 from passes.rows_apart import rows_apart
 from passes.run import Pass, run
+from passes.sample_draws import sample_draws
 from passes.sink_flatten import sink_flatten
 from passes.spellings import spellings
 from passes.split_ops import split_ops
@@ -74,6 +75,7 @@ NORMALIZE: tuple[Pass, ...] = (
     masked,
     norms,
     noises,
+    sample_draws,
     rejoined,
     ranges,
     causal_masks,

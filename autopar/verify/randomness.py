@@ -22,6 +22,8 @@ STILL: dict[Any, tuple[Any, Callable[..., tuple[Any, ...]]]] = {
     aten.randperm.default: (aten.arange.default, lambda n: (n,)),
     aten.rand_like.default: (aten.full_like.default, lambda x: (x, 0.5)),
     aten.randn_like.default: (aten.full_like.default, lambda x: (x, 0.5)),
+    aten.randint_like.default: (aten.full_like.default, lambda x, high: (x, 0)),
+    aten.randint_like.low_dtype: (aten.full_like.default, lambda x, low, high: (x, low)),
     aten.bernoulli.default: (aten.full_like.default, lambda x: (x, 1.0)),
     aten.bernoulli.p: (aten.full_like.default, lambda x, p: (x, 1.0)),
     **{

@@ -1,0 +1,61 @@
+"""Draws of random numbers for each sample read an input, so that they are split by samples as it is.
+
+    torch.randint(0, steps, (x.shape[0],))  ->  torch.randint_like(x[:, 0], 0, steps)
+
+Made from sizes they would be the same on all ranks and for all microbatches, of which no part is that of a microbatch.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+
+aten = torch.ops.aten
+LIKE = {
+    aten.rand.default: aten.rand_like.default,
+    aten.randn.default: aten.randn_like.default,
+    aten.randint.default: aten.randint_like.default,
+    aten.randint.low: aten.randint_like.low_dtype,
+}
+"""Draws from sizes, and those with the sizes of a tensor."""
+BATCH = facts.symbol("b")
+IN_LIST = re.compile(r"\.\d+(\.|$)")  # a module path inside of a list of blocks
+
+
+def sample_draws(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: functional ops; `noises` before it, which looks for draws from sizes.
+    does: draws outside of lists of blocks whose first size is the batch take their sizes from an input. Blocks would be
+        given that input.
+    gives: draws with the sizes of a tensor."""
+    inputs = [
+        node
+        for node in gm.graph.find_nodes(op="placeholder")
+        if node.meta.get("role") == "input" and facts.shape(node)[:1] == (BATCH,) and not facts.dtype(node).is_complex
+    ]
+    source = min(inputs, key=facts.rank, default=None)
+    for node in edit.calls(gm, *LIKE) if source is not None else ():
+        drawn_per_sample = facts.shape(node)[:1] == (BATCH,) and node.kwargs.get("generator") is None
+        if drawn_per_sample and not IN_LIST.search(node.meta.get("module", "")):
+            assert source is not None
+            _read(node, source)
+    return edit.finish(gm)
+
+
+def _read(node: fx.Node, source: fx.Node) -> None:
+    """Replace a draw by one with the sizes of a view of `source`, an input."""
+    *numbers, size = node.args
+    call = edit.caller(node)
+    with edit.before(node):
+        rows = source
+        for _ in range(facts.rank(source) - 1):
+            rows = call(aten.select.int, rows, 1, 0)
+        for _ in range(facts.rank(node) - 1):
+            rows = call(aten.unsqueeze.default, rows, -1)
+        rows = call(aten.expand.default, rows, size) if facts.rank(node) > 1 else rows
+        form = {"dtype": facts.dtype(node), "memory_format": torch.contiguous_format}
+        drawn = edit.call(node.graph, LIKE[node.target], (rows, *numbers), form, like=node)
+    edit.replace(node, drawn)

@@ -8,6 +8,7 @@ Made from sizes they would be the same on all ranks and for all microbatches, of
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,7 +16,7 @@ from torch import fx
 from passes import edit, facts
 
 aten = torch.ops.aten
-LIKE = {
+LIKE: dict[Any, Any] = {
     aten.rand.default: aten.rand_like.default,
     aten.randn.default: aten.randn_like.default,
     aten.randint.default: aten.randint_like.default,

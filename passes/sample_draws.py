@@ -49,14 +49,13 @@ def sample_draws(gm: fx.GraphModule) -> fx.GraphModule:
 def _read(node: fx.Node, source: fx.Node) -> None:
     """Replace a draw by one with the sizes of a view of `source`, an input."""
     *numbers, size = node.args
-    call = edit.caller(node)
     with edit.before(node):
         rows = source
         for _ in range(facts.rank(source) - 1):
-            rows = call(aten.select.int, rows, 1, 0)
+            rows = edit.call(node, aten.select.int, rows, 1, 0)
         for _ in range(facts.rank(node) - 1):
-            rows = call(aten.unsqueeze.default, rows, -1)
-        rows = call(aten.expand.default, rows, size) if facts.rank(node) > 1 else rows
-        form = {"dtype": facts.dtype(node), "memory_format": torch.contiguous_format}
-        drawn = edit.call(node.graph, LIKE[node.target], (rows, *numbers), form, like=node)
+            rows = edit.call(node, aten.unsqueeze.default, rows, -1)
+        rows = edit.call(node, aten.expand.default, rows, size) if facts.rank(node) > 1 else rows
+        form = torch.contiguous_format
+        drawn = edit.call(node, LIKE[node.target], rows, *numbers, dtype=facts.dtype(node), memory_format=form)
     edit.replace(node, drawn)

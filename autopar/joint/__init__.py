@@ -38,6 +38,7 @@ The proof:
     relaxed           the Lagrangian relaxation of a step: a Problem with additive costs
     block_chains      reshards between blocks that may have layouts of their own, divided between these
     relaxed_steps     relaxed steps of one stage, of a timetable and of one place
+    relaxed_bounds    lower bounds of relaxed steps
     relaxed_solving   a lower bound of a relaxed step at given dual prices
     price_polytope    the valid dual prices, as rows of a linear program
     cutting_planes    the dual prices of the highest bound, by cutting planes

@@ -11,7 +11,10 @@ In a run of n blocks there are n - 1 reshards, and each block but the last leave
 
     sum of c >= sum over all blocks (leaving + entering) - most leaving - most entering
 
-So n times what one block takes with both potentials, less that constant, is a lower bound for any n blocks. Which
+So n times what one block takes with both potentials, less that constant, is a lower bound for any n blocks. Neighbours
+that are k of n take k times that, what was left to the first of them less what the last one leaves to the next: between
+no two places more than the constant is passed on, and what one place has less the next one has more
+(pipeline.memory_bound). Which
 potentials prove most depends on what blocks take in these layouts: it is found by the linear program of cutting_planes,
 for the layouts of the solutions that it has met. Others get the most that is left to them.
 """
@@ -44,10 +47,11 @@ def divided(cost_s: np.ndarray, known: Potentials) -> tuple[np.ndarray, np.ndarr
     return np.minimum((cost_s - entering_s).min(1), own_s.max()), entering_s
 
 
-def costs(cost_s: np.ndarray, blocks: int, known: Potentials) -> tuple[np.ndarray, float]:
+def costs(cost_s: np.ndarray, blocks: int, known: Potentials) -> tuple[np.ndarray, float, float]:
     """The cost of each (row, column), at least 0, and a constant, in seconds for all of `blocks` (at least 2), of which
-    any two neighbours take `cost_s` [rows, columns]."""
+    any two neighbours take `cost_s` [rows, columns]. Last what the chain loses at its ends, which the constant has."""
     leaving_s, entering_s = divided(cost_s, known)
     each_s = leaving_s[:, None] + entering_s
     least_s = float(each_s.min())
-    return blocks * (each_s - least_s), blocks * least_s - float(leaving_s.max() + entering_s.max())
+    lost_s = float(leaving_s.max() + entering_s.max())
+    return blocks * (each_s - least_s), blocks * least_s - lost_s, lost_s

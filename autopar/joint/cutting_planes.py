@@ -51,13 +51,14 @@ class Level:
 @dataclass(eq=False)
 class Cutting:
     """The dual of `levels`, which have the same number of memory limits. Solutions that `solve` finds are added to
-    `choices`."""
+    `choices`. `lost_s`: what chains of blocks lose at their ends in the highest bound (joint.block_chains)."""
 
     levels: Sequence[Level]
     solve: Solve
     choices: list[tuple[int, ...]] = field(default_factory=list)
     # dual values of the solutions in the last master: their mixture keeps the bound from being higher
     weights: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    lost_s: float = 0.0
 
     def bound_s(self, cutoff_s: float, rounds: int = MOST_ROUNDS) -> float:
         """A lower bound of the seconds of all mixtures of solutions, as good as `rounds` of the master make it. Ends
@@ -67,31 +68,34 @@ class Cutting:
             return best_s
         for _ in range(rounds):
             each, bytes_s, potentials, most_s = self._master()
-            met, best_s = len(self.choices), max(best_s, self._proven_s(each, bytes_s, potentials, most_s, cutoff_s))
+            met, (found_s, lost_s) = len(self.choices), self._proven(each, bytes_s, potentials, most_s, cutoff_s)
+            if found_s > best_s:
+                best_s, self.lost_s = found_s, lost_s
             if len(self.choices) == met or best_s >= cutoff_s or best_s >= most_s * (1 - BOUND_TOLERANCE):
                 break
         return best_s
 
-    def _proven_s(
+    def _proven(
         self,
         each: Sequence[DualPrices],
         bytes_s: np.ndarray,
         potentials: Mapping[int, Potentials],
         known_s: float,
         cutoff_s: float,
-    ) -> float:
-        """The bound at given prices. No solution met so far costs less than `known_s` at them."""
-        proven_s = math.inf
+    ) -> tuple[float, float]:
+        """The bound at given prices, and what the chains of the only level lose. No solution met so far costs less than
+        `known_s` at them."""
+        proven_s, lost_s = math.inf, 0.0
         for number, (level, prices) in enumerate(zip(self.levels, each, strict=True)):
             try:
                 seen = self.solve(number, prices, bytes_s, potentials, known_s, cutoff_s)
             except InfeasibleError:
                 continue  # nothing is possible at this level
-            proven_s = min(proven_s, seen.bound_s)
+            proven_s, lost_s = min(proven_s, seen.bound_s), seen.lost_s
             if seen.choice is not None:
                 level.met.append(level.relaxed.sums(seen.choice, prices, bytes_s))
                 self.choices.append(seen.choice)
-        return proven_s
+        return proven_s, lost_s
 
     def most_s(self) -> float:
         """The most that any prices prove against the solutions met so far."""

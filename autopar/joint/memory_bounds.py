@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.joint.effort import Effort
+from autopar.joint.relaxed_bounds import chain_s, cut_s
 from autopar.joint.relaxed_solving import BOUND_TOLERANCE
 from autopar.joint.relaxed_steps import alone, kept_bytes, of_scope, rests_bytes
 from autopar.joint.remat_bounds import Corner, Hulls, algorithms
 from autopar.joint.search_context import SearchContext
-from autopar.joint.shape_bounds import Alone, Timed, cut_s
+from autopar.joint.shape_bounds import Alone, Timed
 from autopar.joint.timetables import Kind, Timetable, flow_of, timetable
 from autopar.pipeline.memory_bound import Part, Step, Whole, where
 from autopar.pipeline.units import Unit, homes
@@ -113,6 +114,7 @@ class Room:
                     (roomy_s[0], roomy_s[1]),
                     first,
                     models.micro.links[0].program.runs[scope].count,
+                    _chain_s(here, scope, hosted=hosted) if passing.carried else (),
                 )
                 continue
             yield Part(max(0.0, forward_s - sum(part.forward_s for part in pieces)), 0.0, 0.0, 0.0)
@@ -183,11 +185,23 @@ def _pieces(here: Timed, pieces: Sequence[Unit], *, hosted: bool) -> Iterator[Pa
 def _passes_s(here: Timed, scope: str, effort: Effort, *, hosted: bool) -> list[float]:
     """Lower bounds of the seconds of the forward and of the backward of a scope, and of all microbatches and once per
     step."""
-    m = float(here.shape.microbatches)
     return [
         cut_s([of_scope(here.passing, here.models, scope, times, hosted=hosted)], math.inf, effort, [])
-        for times in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (m, m, 1.0))
+        for times in _times(here.shape.microbatches)
     ]
+
+
+def _chain_s(here: Timed, scope: str, *, hosted: bool) -> list[tuple[float, float]]:
+    """As `_passes_s`, with what the blocks of the scope leave to each other (Part.chain_s)."""
+    return [
+        chain_s(of_scope(here.passing, here.models, scope, times, hosted=hosted), CLOSER)
+        for times in _times(here.shape.microbatches)
+    ]
+
+
+def _times(microbatches: int) -> Sequence[tuple[float, float, float]]:
+    """How often the forward of a scope, its backward and what happens once per step count in each of its bounds."""
+    return (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (float(microbatches), float(microbatches), 1.0)
 
 
 def _whole_s(parts: Sequence[Part], step: Step, least_s: float) -> float:

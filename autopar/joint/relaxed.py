@@ -57,11 +57,12 @@ class Sums:
 @dataclass(frozen=True, eq=False)
 class Costs:
     """An additive Problem: seconds of each node [choices], of each net that counts [rows, columns], all >= 0, and a
-    constant `more_s` (may be negative)."""
+    constant `more_s` (may be negative), of which `lost_s` is what chains of blocks lose at their ends."""
 
     node_s: list[np.ndarray]
     net_s: list[np.ndarray]
     more_s: float
+    lost_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -168,7 +169,7 @@ class Relaxed:
     ) -> Costs:
         """The additive Problem at `prices` of each pass [quantities, then a constant], and at `bytes_s` [rooms] seconds
         per byte. `potentials`: of the nets that are carried."""
-        node_s, net_s, up_s = [], [], 0.0
+        node_s, net_s, up_s, all_lost_s = [], [], 0.0, 0.0
         rooms = [(float(m), room) for m, room in zip(bytes_s, self.rooms, strict=True) if m > 0.0]
         for v, (table, own_s, barred) in enumerate(zip(self.passing.nodes, self.node_s, self._barred, strict=True)):
             cost_s = own_s + _priced(table, prices)
@@ -183,10 +184,10 @@ class Relaxed:
         for t, barred in self._counting.items():
             cost_s = self.net_s[t] + _priced(self.passing.nets[t], prices)
             if t in self.carried:
-                cost_s, least_s = block_chains.costs(
+                cost_s, least_s, lost_s = block_chains.costs(
                     self.between_two_s(t, cost_s), self.carried[t], potentials.get(t, Potentials())
                 )
-                up_s -= least_s
+                up_s, all_lost_s = up_s - least_s, all_lost_s + lost_s
             for m, room in rooms:
                 cost_s = cost_s + m * room.nets[t]
             cost_s = np.maximum(cost_s, 0.0)
@@ -196,7 +197,7 @@ class Relaxed:
         fixed_s += sum(
             min(self._again_s(scope, pair, prices, bytes_s) for pair in pairs) for scope, pairs in self.again.items()
         )
-        return Costs(node_s, net_s, fixed_s - up_s - over_s)
+        return Costs(node_s, net_s, fixed_s - up_s - over_s, all_lost_s)
 
     def between_two_s(self, net: int, cost_s: np.ndarray) -> np.ndarray:
         """What one reshard between two blocks takes, where all of a carried net take `cost_s` [rows, columns]."""

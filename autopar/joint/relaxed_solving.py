@@ -26,10 +26,11 @@ close to it."""
 @dataclass(frozen=True)
 class Seen:
     """`bound_s`: a lower bound of all solutions at the given prices. `choice`: a solution close to it; None where the
-    bound already reaches what is known."""
+    bound already reaches what is known. `lost_s`: of Costs."""
 
     bound_s: float
     choice: Picks | None
+    lost_s: float = 0.0
 
 
 class Solver:
@@ -59,12 +60,12 @@ class Solver:
         target_s = min(cutoff_s, known_s - BOUND_TOLERANCE * abs(known_s) if known else math.inf) - costs.more_s
         bound_s = recosted.bound_s(costs.node_s, costs.net_s, target_s)
         if bound_s >= target_s and known:
-            return Seen(bound_s + costs.more_s, None)
+            return Seen(bound_s + costs.more_s, None, costs.lost_s)
         choice = recosted.solution()
         if choice is not None and (
             not self.exact or bound_s >= min(target_s, recosted.seconds(choice) * (1 - BOUND_TOLERANCE))
         ):
-            return Seen(bound_s + costs.more_s, choice)
+            return Seen(bound_s + costs.more_s, choice, costs.lost_s)
         found = ilp.search(
             relaxed.priced(costs),
             time_limit_s=RELAXED_SOLVE_S,
@@ -72,4 +73,4 @@ class Solver:
             cutoff_s=cutoff_s - costs.more_s,
             gap=BOUND_TOLERANCE / 2,
         )
-        return Seen(max(found.bound_s, bound_s) + costs.more_s, found.choice)
+        return Seen(max(found.bound_s, bound_s) + costs.more_s, found.choice, costs.lost_s)

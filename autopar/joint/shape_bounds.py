@@ -18,18 +18,17 @@ import numpy as np
 from autopar.bare_plan import bare_plan
 from autopar.cost.comm import collective_s
 from autopar.errors import InfeasibleError
-from autopar.joint.cutting_planes import Cutting, Level
 from autopar.joint.effort import CLOSEST, Effort
 from autopar.joint.pricing import Pricing
 from autopar.joint.relaxed import Key, Relaxed
-from autopar.joint.relaxed_solving import BOUND_TOLERANCE, Solver
+from autopar.joint.relaxed_bounds import Choices, cut_s
+from autopar.joint.relaxed_solving import BOUND_TOLERANCE
 from autopar.joint.relaxed_steps import alone, between_pieces, in_one_place, timed
 from autopar.joint.remat_bounds import Again, agains
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shape_problems import Models
 from autopar.joint.shapes import Shape
 from autopar.joint.timetables import Timetable, flow_of
-from autopar.joint.wait_cases import bound_s
 from autopar.pipeline.makespan_bound import Example, Least, chain, least, mean
 from autopar.problem.build import Model
 from autopar.problem.pass_quantities import INPUTS, SHOWN
@@ -38,29 +37,6 @@ from autopar.problem.remat import rematerialised
 from autopar.problem.rerun import keepable
 from autopar.problem.step_shares import ForwardPrices
 from autopar.recipes.free import space
-
-Choices = list[tuple[int, ...]]
-
-
-def cut_s(levels: Sequence[Relaxed], cutoff_s: float, effort: Effort, met: Choices, cases: Sequence[Key] = ()) -> float:
-    """A lower bound of the seconds of all mixtures of `levels`, infinite where none is possible. Ends once it reaches
-    `cutoff_s`.
-
-    `met`: known solutions of all levels, to which new ones are added. `cases`: the passes of a single level that are
-    divided into cases (joint.wait_cases), if `effort` has any.
-    """
-    if len(levels) > 1:  # neighbours may run again at different levels
-        levels = [replace(each, chained=False) for each in levels]
-    cutting = Cutting(
-        [Level(each, [each.sums(choice) for choice in met]) for each in levels],
-        Solver(levels, exact=effort.cases > 0),
-        met,
-    )
-    keys = [key for key in cases if key in levels[0].keys] if effort.cases and levels[0].hides else []
-    try:
-        return bound_s(cutting, keys, cutoff_s, effort) if keys else cutting.bound_s(cutoff_s, effort.rounds)
-    except InfeasibleError:
-        return math.inf
 
 
 def _cases_s(relaxed: Relaxed, cutoff_s: float, effort: Effort, met: Choices) -> float:

@@ -13,6 +13,7 @@ and, with n_sp the sum over w of y_spw, and r_s that of y_spw x the seconds of w
     inputs_s   >= sum over p of I_p n_sp
     m (forward_s + backward_s) + once_s >= sum over p of T_p n_sp + m r_s
     both of the latter also without r_s, for closer bounds of B and T
+    F, B and T also with all that blocks leave to each other, plus z_(s-1) - z_s, 0 <= z_s <= what may be left
     at each moment on each place: sum of microbatches in flight x bytes of w x y_spw + sum of rest_p n_sp <= limit
 
 So bytes are tied to the seconds of the same blocks: a place keeps less by running more of its blocks again, or by
@@ -44,6 +45,8 @@ class Part:
                                        of its backward that is not for the gradients of weights
     step_s        T: of all microbatches and once per step, with nothing run again
     roomy_s       closer bounds of B and of T, which hold whatever runs again, but do not rise by what that takes
+    chain_s       closer bounds of F, B and T, as the roomy ones, with what its blocks leave to each other, and how much
+                  of each may be left to the next stage: what a stage takes less by that, the next one takes more
     rest_bytes    of parameters with gradients and optimizer state
     ways          (seconds, bytes) of one microbatch: what running blocks again takes, and what is kept meanwhile; the
                   first one takes nothing
@@ -59,6 +62,7 @@ class Part:
     roomy_s: tuple[float, float] = (0.0, 0.0)
     first: int = 0
     count: int = 0
+    chain_s: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,7 @@ class Step:
         program = Program(len(self.at), len(self.flying), unit_s)
         y, once = _shares(program, parts, len(self.at), whole), program.columns(len(self.at))
         _divide(program, parts, y, once, self.microbatches)
+        _chain(program, parts, y, once, self.microbatches)
         for place, mine in enumerate(self._stages):
             program.row([(program.once[place], 1.0), *((once[stage], -1.0) for stage in mine)], 0.0)
             if short:
@@ -199,6 +204,31 @@ def _divide(
                 for column, (seconds, _) in zip(mine, part.ways, strict=False)
             ]
             program.row([*columns, *took], 0.0)
+
+
+def _chain(
+    program: Program, parts: Sequence[Part], y: Sequence[Sequence[range]], once: range, microbatches: int
+) -> None:
+    """Add the rows of the seconds of stages, in units of `program.unit_s`, with what blocks leave to each other."""
+    for way in range(3) if any(part.chain_s for part in parts) else ():
+        least_s = [
+            part.chain_s[way][0] if part.chain_s else (part.forward_s, part.backward_s, part.step_s)[way]
+            for part in parts
+        ]
+        left = program.columns(len(y) + 1)
+        for column in left:
+            program.row(
+                [(column, 1.0)], 0.0, sum(part.chain_s[way][1] for part in parts if part.chain_s) / program.unit_s
+            )
+        for stage, shares in enumerate(y):
+            passes = [(program.forward[stage], float(microbatches)), (program.backward[stage], float(microbatches))]
+            took = [
+                (column, -own_s / program.unit_s)
+                for own_s, mine in zip(least_s, shares, strict=True)
+                for column in mine
+            ]
+            counted = ([(program.forward[stage], 1.0)], [(program.backward[stage], 1.0)], [*passes, (once[stage], 1.0)])
+            program.row([*counted[way], *took, (left[stage], -1.0), (left[stage + 1], 1.0)], 0.0)
 
 
 def _hold(

@@ -17,8 +17,9 @@ from autopar.joint import plan
 from autopar.joint.effort import CLOSEST
 from autopar.joint.pricing import Pricing
 from autopar.joint.prove import CLOSER_LOOKS, CLOSEST_LOOKS, FEW_CLAIMS, GLANCE_LOOKS, Prover, proven_s
+from autopar.joint.relaxed_bounds import cut_s
 from autopar.joint.search_context import SearchContext
-from autopar.joint.shape_bounds import Timed, cut_s
+from autopar.joint.shape_bounds import Timed
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import NAIVE, SEARCH, of_recipe
 from autopar.plan import Plan

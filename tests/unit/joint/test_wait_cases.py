@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.joint import shape_bounds
 from autopar.joint.cutting_planes import Cutting, Level
 from autopar.joint.effort import MOST_ROUNDS, Effort
 from autopar.joint.relaxed import Key, Relaxed, Span, Sums
+from autopar.joint.relaxed_bounds import cut_s
 from autopar.joint.relaxed_solving import Solver
 from autopar.joint.relaxed_steps import alone
 from autopar.joint.search_context import SearchContext
@@ -105,7 +105,7 @@ def test_all_cases_together_hold_for_the_best_plan_there_is(name: str, cluster: 
         step_cost(here.plain.with_limit(math.inf), choice, here.forward).time_s >= cases_s * (1 - 1e-9)
         for choice in solutions(here.plain.problem)
     )
-    assert shape_bounds.cut_s([relaxed], math.inf, effort, [], relaxed.keys) == pytest.approx(cases_s, rel=2e-3)
+    assert cut_s([relaxed], math.inf, effort, [], relaxed.keys) == pytest.approx(cases_s, rel=2e-3)
     assert bound_s(cutting(), relaxed.keys, math.inf, Effort(MOST_ROUNDS, 1)) == pytest.approx(plain_s)
 
 

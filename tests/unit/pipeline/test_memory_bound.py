@@ -29,12 +29,23 @@ def _whole(count: int, microbatches: int, once_s: float) -> list[Part]:
     ]
 
 
+LEFT = 0.4
+"""Seconds of a pass that a block may leave to the next one at most."""
+
+
+def _left_to_each_other(count: int, microbatches: int, once_s: float) -> list[tuple[float, float]]:
+    """Part.chain_s of such blocks, which take 0.2 and 0.3 more in each pass, wherever that is."""
+    run_s = count * (3.5 * microbatches + once_s)
+    return [(1.2 * count, LEFT), (2.3 * count, LEFT), (run_s, 2.0 * LEFT * microbatches)]
+
+
 @pytest.mark.parametrize("kind", SHAPES)
 @settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_no_stages_that_fit_are_faster(kind: Kind, data: st.DataObject) -> None:
-    """Any numbers of blocks in each stage, each of which runs again in some way, with as much memory as they take. In
-    cases of whole pieces the operator outside of blocks is the last piece."""
+    """Any numbers of blocks in each stage, each of which runs again in some way, with as much memory as they take, and
+    leaves some of its work to the next stage. In cases of whole pieces the operator outside of blocks is the last
+    piece."""
     places, microbatches = SHAPES[kind]
     table = Timetable(kind, places, microbatches)
     counts = data.draw(st.lists(st.integers(0, 2), min_size=table.stages, max_size=table.stages))
@@ -43,12 +54,17 @@ def test_no_stages_that_fit_are_faster(kind: Kind, data: st.DataObject) -> None:
     counts = [max(1, n) for n in counts[:-1]] + counts[-1:] if in_order else counts
     ways = [data.draw(st.lists(st.sampled_from(WAYS), min_size=n, max_size=n)) for n in counts]
     head = table.stages - 1 if in_order else data.draw(st.integers(0, table.stages - 1))
+    chained, some = data.draw(st.booleans()), st.sampled_from([0.0, LEFT])
+    left = data.draw(st.lists(some, min_size=table.stages + 1, max_size=table.stages + 1))
     once_s, send_s, slower = (data.draw(st.sampled_from(each)) for each in ([0.0, 0.7], [0.0, 0.2], [1.0, 1.5]))
     times, kept, rest = [], [], []
     for stage, (n, own) in enumerate(zip(counts, ways, strict=True)):
         here = float(stage == head)
         forward, again = n + 0.1 * here, sum(seconds for seconds, _ in own)
         inputs, late = 0.9 * n + again, 1.1 * n + 0.2 * here
+        if chained:
+            passed = left[stage] - left[stage + 1]
+            forward, late = forward + max(0.0, 0.2 * n + passed), late + max(0.0, 0.3 * n + passed)
         times.append(StageTime(forward * slower, inputs * slower, late * slower, send_s))
         kept.append(sum(nbytes for _, nbytes in own) + here)
         rest.append(2.0 * n + 0.5 * here)
@@ -60,6 +76,8 @@ def test_no_stages_that_fit_are_faster(kind: Kind, data: st.DataObject) -> None:
     once = [once_s * sum(table.of_place(place, counts)) for place in range(places)]
     took = max(end + late for end, late in zip(table.ends_s(times, whole=True), once, strict=True))
     parts = _whole(sum(counts), microbatches, once_s)
+    if chained:
+        parts[1] = replace(parts[1], chain_s=_left_to_each_other(sum(counts), microbatches, once_s))
     flow, sends = flow_of(kind, places, microbatches), [send_s] * (table.stages - 1)
     step, whole = Step(table.at, microbatches, table.in_flight, limit, flow, sends), None
     if in_order:
@@ -106,3 +124,18 @@ def test_closer_bounds_hold_whatever_runs_again() -> None:
 
     assert least_s(1.0, 160.0) * 1.05 < least_s(1.2, 160.0)
     assert least_s(1.0, 50.0) <= least_s(1.2, 50.0) < 1.2 * least_s(1.0, 50.0) * 0.99
+
+
+def test_what_blocks_leave_to_each_other_counts_on_some_place() -> None:
+    """A stage may have less of it by what it leaves to the next one."""
+    kind = Kind("1f1b")
+    table, (head, blocks) = Timetable(kind, 2, 8), _whole(8, 8, 0.0)
+
+    def least_s(left: float) -> float:
+        chain_s = [(1.2 * blocks.forward_s, left), (1.2 * blocks.backward_s, left), (1.2 * blocks.step_s, left)]
+        step = Step(table.at, 8, table.in_flight, math.inf, flow_of(kind, 2, 8))
+        return step.least_s([head, replace(blocks, chain_s=chain_s)])
+
+    plain_s = Step(table.at, 8, table.in_flight, math.inf, flow_of(kind, 2, 8)).least_s([head, blocks])
+    assert plain_s * 1.19 < least_s(0.0) and plain_s * 1.1 < least_s(1.0) < least_s(0.0)
+    assert least_s(1e6) == pytest.approx(plain_s)

@@ -10,7 +10,8 @@ claim with the lowest bound is refined first. Its looks, each closer than the on
                microbatches holds for all (not where a cache makes small data cheaper, `_spills`)
     short      of these the one with fewest microbatches, by what its memory leaves room for (joint.memory_bounds);
                where it is short of memory, the others are looked at again, from the first look on
-    shape      one shape, by the least length of its timetables (pipeline.makespan_bound), with its memory limit
+    shape      one shape, by the least length of its timetables (pipeline.makespan_bound), with its memory limit: first
+               in little time, as the first and the last microbatch wait
 
 Naive pipelines are one claim, of which every look takes one shape at a time. Their floor is as many times the least
 work as there are places, since these wait for each other.

@@ -111,6 +111,7 @@ class Paths(nn.Module):
             + 0.1 * torch.randn_like(h)
         )
         h = h[:, torch.randperm(WIDTH)] * torch.randint(1, 3, (WIDTH,)) + torch.randint(3, (WIDTH,))
+        h = h * torch.randint_like(h, 1, 3) + torch.randint_like(h, 3)
         noise = (
             torch.empty_like(h).exponential_()
             + torch.empty_like(h).uniform_()

@@ -54,7 +54,7 @@ def _simulated_s(stages: Stages, sync: Sync) -> float:
     sums, leaves = sync.gradient_buckets(view, turns, limit_bytes=1), sync.leaf_buckets(view, turns, limit_bytes=1)
     once = [
         *(piece for bucket in sums for piece in bucket.sums),
-        *(piece for bucket in leaves for piece in bucket.pieces),
+        *(piece for bucket in leaves for piece in bucket.parts),
     ]
     return _alone_s(turns) + sum(piece.seconds for piece in once) + stages.optimizer(0).seconds
 

@@ -1,8 +1,9 @@
-"""The proof of a lower bound while the search runs: once there is a plan, a second process looks at claims; after the
-search both processes do (joint.claim_board). Called by joint.fastest.
+"""The proof of a lower bound while the search runs: a second process looks at claims from the beginning, as all of them
+have to be looked at before any bound is above the least work; after the search both processes do (joint.claim_board).
+Called by joint.fastest.
 
-The second process is forked, so that it has everything that was made so far. It computes with numpy and OR-tools only,
-never with torch, prints nothing, and ends with this process.
+The second process is forked, so that it has the graph. It computes with numpy and OR-tools only, never with torch,
+prints nothing, and ends with this process.
 """
 
 from __future__ import annotations
@@ -39,33 +40,25 @@ class BackgroundProof:
         self.context = context
         self.prover = Prover(context, closely=False)
         self._process: multiprocessing.process.BaseProcess | None = None
-        self._over = False
 
     def __enter__(self) -> BackgroundProof:
+        """The second process begins, if a core is free for it and a bound is wanted: not for a named recipe, nor where
+        the full proof follows anyway."""
+        request = self.context.request
+        if not request.prove and request.recipe is None and self.prover.most_looks > 0 and able():
+            self._process = self._forked()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over = True  # a frontier searches on
         if self._process is not None:
             self._process.kill()
             self._process.join()
 
     def know(self, known_s: float) -> None:
-        """Note that there is a plan of `known_s` seconds. With the first one the second process begins, if a core is
-        free for it and a bound is wanted: not for a named recipe, nor where the full proof follows anyway."""
-        if (
-            self._over
-            or math.isinf(known_s)
-            or self.context.request.prove
-            or self.context.request.recipe is not None
-            or self.prover.most_looks == 0
-        ):
-            return
+        """Note that there is a plan of `known_s` seconds."""
         self.prover.board.know(min(known_s, self.prover.board.known_s))
-        if self._process is None and able():
-            self._process = self._forked()
 
     def _forked(self) -> multiprocessing.process.BaseProcess | None:
         """The second process; None where the system cannot start one."""

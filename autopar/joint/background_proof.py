@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
 import multiprocessing
 import os
 import signal

@@ -13,7 +13,7 @@ import pytest
 from autopar import timer
 from autopar.bestfirst import Elsewhere
 from autopar.cluster import Cluster
-from autopar.joint import UNPROVEN, fastest
+from autopar.joint import UNPROVEN, background_proof, fastest
 from autopar.joint.explore import Explorer
 from autopar.joint.search_context import SearchContext
 from autopar.joint.spaces import FREE, Space
@@ -94,8 +94,9 @@ def test_what_stages_come_to_is_told_as_soon_as_it_is_known() -> None:
 
 
 @pytest.mark.parametrize("mode", ["inference", "train"])
-def test_where_nothing_was_proven_the_gap_is_to_the_least_work(mode: str) -> None:
-    """As its note says."""
+def test_where_nothing_was_proven_the_gap_is_to_the_least_work(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its note says. A second process may be quicker than that."""
+    monkeypatch.setattr(background_proof, "able", lambda: False)
     request = Request(Cluster.parse("l4:1x2"), Settings(mode), time_limit_s=1e-3)
     context = SearchContext(graph(), {"b": BATCH}, request)
     made = fastest(context, model="stack", graph_hash="0" * 64)

@@ -24,7 +24,9 @@ def traced(node: fx.Node, function: Callable[..., Any], bodies: Bodies) -> None:
     """
     operands = node.all_input_nodes
     key = node.target, repr(map_arg((node.args, node.kwargs), lambda one: f"{operands.index(one)} {_kind(one)}"))
-    body = bodies[key] = bodies[key] if key in bodies else _body(node, function)
+    if key not in bodies:
+        bodies[key] = _body(node, function)
+    body = bodies[key]
     if edit.output_node(body).args == (None,):
         return
     env = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))

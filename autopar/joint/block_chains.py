@@ -14,9 +14,10 @@ In a run of n blocks there are n - 1 reshards, and each block but the last leave
 So n times what one block takes with both potentials, less that constant, is a lower bound for any n blocks. Neighbours
 that are k of n take k times that, what was left to the first of them less what the last one leaves to the next: between
 no two places more than the constant is passed on, and what one place has less the next one has more
-(pipeline.memory_bound). Which
-potentials prove most depends on what blocks take in these layouts: it is found by the linear program of cutting_planes,
-for the layouts of the solutions that it has met. Others get the most that is left to them.
+(pipeline.memory_bound).
+
+Which potentials prove most depends on what blocks take in these layouts: it is found by the linear program of
+cutting_planes, for the layouts of the solutions that it has met. Others get the most that is left to them.
 """
 
 from __future__ import annotations

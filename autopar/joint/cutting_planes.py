@@ -128,14 +128,14 @@ class Cutting:
         rooms = self.levels[0].relaxed.rooms
         # of filling a memory limit, in units of a step
         price = model.add_columns(np.zeros(len(rooms)), np.zeros(len(rooms)), 1e3)
-        found, rows, chains = [], [], list[Chain]()
+        found, rows, chains = [], [], list[BlockChain]()
         for level in self.levels:
             relaxed = level.relaxed
             parts: dict[Key, Polytope] = {}
             for key in relaxed.keys:  # "" is the first one, which others refer to
                 parts[key] = Polytope(model, relaxed, key, parts.get(("", key[1])))
             found.append(parts)
-            chains = [Chain(model, relaxed, t, parts, level.met, unit_s) for t in relaxed.carried]
+            chains = [BlockChain(model, relaxed, t, parts, level.met, unit_s) for t in relaxed.carried]
             for sums in level.met:
                 row = model.add_rows(1, -math.inf, _shown_s(relaxed, sums) / unit_s)
                 for chain in chains:
@@ -145,7 +145,7 @@ class Cutting:
                 over = np.array([float(each) / room.limit for each, room in zip(sums.over, rooms, strict=True)])
                 model.add_entries(np.full(len(over), row), price, -over)
                 for key, part in parts.items():
-                    _add(model, row, part, -relaxed.times[key] * relaxed.without_carried(sums, key) / unit_s)
+                    _add(model, row, part, -relaxed.times[key] * sums.passes[key] / unit_s)
         answer = solve(model, GLOP, integer=False, time_limit_s=5.0)
         assert answer.values is not None and answer.dual is not None, "prices of nothing are always possible"
         values, self.weights = answer.values, np.maximum(0.0, -answer.dual[rows])
@@ -163,7 +163,7 @@ class Cutting:
         return each, bytes_s, {chain.net: chain.found(values, unit_s) for chain in chains}, -answer.objective * unit_s
 
 
-class Chain:
+class BlockChain:
     """The potentials of a carried `net` in the master, in units of `unit_s`: columns for the rows and columns of the
     solutions `met`, and one for what the chain loses at its ends."""
 
@@ -235,9 +235,7 @@ def _add(model: Linear, row: int, part: Polytope, quantities: np.ndarray) -> Non
 
 def _shown_s(relaxed: Relaxed, sums: Sums) -> float:
     """Seconds of a solution without its background collectives, and without what is carried."""
-    return sums.own_s + sum(
-        relaxed.times[key] * float(relaxed.without_carried(sums, key)[SHOWN]) for key in relaxed.keys
-    )
+    return sums.own_s + sum(relaxed.times[key] * float(sums.passes[key][SHOWN]) for key in relaxed.keys)
 
 
 def _unit(index: int, size: int) -> np.ndarray:

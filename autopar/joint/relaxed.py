@@ -46,7 +46,7 @@ class Room:
 class Sums:
     """One solution: by pass its quantities of problem.pass_tables, followed by a 1 (for constant terms of prices); its
     seconds outside of passes; its bytes above the limit of each Room (negative: below). `carried`: the row and the
-    column of each of `Relaxed.carried`, which `passes` counts as if all blocks had this solution."""
+    column of each of `Relaxed.carried`, which `passes` do not count."""
 
     passes: Mapping[Key, np.ndarray]
     own_s: float
@@ -106,13 +106,12 @@ class Relaxed:
         """The nets, by number, that are divided between neighbours, with how many blocks there are."""
         return self.passing.carried if self.chained else {}
 
-    def without_carried(self, sums: Sums, key: Key) -> np.ndarray:
-        """The quantities of a pass of `sums` without the nets that are carried."""
-        taken = sums.passes[key].copy()
+    def pass_of(self, sums: Sums, key: Key) -> np.ndarray:
+        """The quantities of a pass of `sums`, with the nets that are carried as if all blocks had this solution."""
+        passes = {key: sums.passes[key].copy()}
         for t, at in sums.carried.items():
-            if self.passing.nets[t].scope == key[0]:
-                taken[:-1] -= self.passing.nets[t].each[key[1]][at]
-        return taken
+            _add(passes, self.passing.nets[t], at)
+        return passes[key]
 
     @property
     def hides(self) -> bool:
@@ -132,11 +131,12 @@ class Relaxed:
             over += [float(room.nodes[v][c]) for room in self.rooms]
             _add(passes, self.passing.nodes[v], np.s_[c])
         for t, net in enumerate(self.problem.nets):
-            if t in self.passing.carried and not self.chained:
-                continue
             row = int(net.row[choice[net.producer]])
-            if t in self.carried:
-                carried[t] = row, int(net.uses[0].column[choice[net.uses[0].node]])
+            if t in self.passing.carried:
+                (use,) = net.uses
+                if self.chained:
+                    carried[t] = row, int(use.column[choice[use.node]])
+                continue
             for column in sorted({int(use.column[choice[use.node]]) for use in net.uses}):
                 own_s += float(self.net_s[t][row, column])
                 over += [float(room.nets[t][row, column]) for room in self.rooms]
@@ -239,7 +239,6 @@ class Relaxed:
             t: mask
             for t, mask in barred.items()
             if mask is not None
-            or t in self.carried
             or self.passing.nets[t].each.any()
             or self.net_s[t].any()
             or any(room.nets[t].any() for room in self.rooms)

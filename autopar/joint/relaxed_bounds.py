@@ -25,10 +25,7 @@ def cut_s(levels: Sequence[Relaxed], cutoff_s: float, effort: Effort, met: Choic
     """
     cutting = _cutting(levels, effort, met)
     keys = [key for key in cases if key in levels[0].keys] if effort.cases and levels[0].hides else []
-    try:
-        return bound_s(cutting, keys, cutoff_s, effort) if keys else cutting.bound_s(cutoff_s, effort.rounds)
-    except InfeasibleError:
-        return math.inf
+    return _bound_s(cutting, keys, cutoff_s, effort)
 
 
 def _cutting(levels: Sequence[Relaxed], effort: Effort, met: Choices) -> Cutting:
@@ -42,9 +39,17 @@ def _cutting(levels: Sequence[Relaxed], effort: Effort, met: Choices) -> Cutting
     )
 
 
+def _bound_s(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, effort: Effort) -> float:
+    """The bound of `cutting`, by cases of the passes `keys` if there are any."""
+    try:
+        return bound_s(cutting, keys, cutoff_s, effort) if keys else cutting.bound_s(cutoff_s, effort.rounds)
+    except InfeasibleError:
+        return math.inf
+
+
 def chain_s(relaxed: Relaxed, effort: Effort) -> tuple[float, float]:
     """A lower bound of the seconds of all blocks of a chain (joint.block_chains) before what it loses at its ends, and
-    that loss."""
+    that loss. As `cut_s` infinite where nothing is possible."""
     cutting = _cutting([replace(relaxed, chained=True)], effort, [])
-    bound_s = cutting.bound_s(math.inf, effort.rounds)
-    return bound_s + cutting.lost_s, cutting.lost_s
+    least_s = _bound_s(cutting, (), math.inf, effort)
+    return least_s + cutting.lost_s, cutting.lost_s

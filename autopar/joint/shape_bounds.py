@@ -305,14 +305,14 @@ class Timed:
         forward_s, backward_s = (
             sum(
                 float(each[SHOWN]) + hides * self.passing.background_s(each)
-                for each in [sums.passes[scope, way] for scope in scopes]
+                for each in [plain.pass_of(sums, (scope, way)) for scope in scopes]
             )
             for way in PASSES
         )
         return Example(
             forward_s,
             backward_s,
-            sum(float(sums.passes[scope, BACKWARD][INPUTS]) for scope in scopes),
+            sum(float(plain.pass_of(sums, (scope, BACKWARD))[INPUTS]) for scope in scopes),
             sums.own_s * self.shape.places,
         )
 

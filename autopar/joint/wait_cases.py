@@ -85,7 +85,7 @@ def _case(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, number: int) -
     # the solution at the last prices has no weight yet
     for weight, sums in zip(cutting.weights, level.met, strict=False):
         for key in keys:
-            mean[key] += weight * sums.passes[key]
+            mean[key] += weight * level.relaxed.pass_of(sums, key)
     return _Case(proven_s, number, level.relaxed, mean)
 
 

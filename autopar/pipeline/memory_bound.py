@@ -114,7 +114,6 @@ class Step:
         program = Program(len(self.at), len(self.flying), unit_s)
         y, once = _shares(program, parts, len(self.at), whole), program.columns(len(self.at))
         _divide(program, parts, y, once, self.microbatches)
-        _chain(program, parts, y, once, self.microbatches)
         for place, mine in enumerate(self._stages):
             program.row([(program.once[place], 1.0), *((once[stage], -1.0) for stage in mine)], 0.0)
             if short:
@@ -186,6 +185,7 @@ def _divide(
         for way, each in enumerate((backward_s, step_s))
     )
     slower = any(seconds > 0.0 for part in parts for seconds, _ in part.ways)
+    chains = _chains(program, parts, len(y))
     for stage, shares in enumerate(y):
         forward, backward, inputs = program.forward[stage], program.backward[stage], program.inputs[stage]
         all_ = [(forward, float(microbatches)), (backward, float(microbatches)), (once[stage], 1.0)]
@@ -197,6 +197,8 @@ def _divide(
         ]
         if slower:
             rows += [([(backward, 1.0)], backward_s, 1.0), (all_, step_s, float(microbatches))]
+        for columns, (least_s, left) in zip(([(forward, 1.0)], [(backward, 1.0)], all_), chains, strict=False):
+            rows.append(([*columns, (left[stage], -1.0), (left[stage + 1], 1.0)], least_s, 0.0))
         for columns, least_s, again in rows:  # `columns` take at least n `least_s`, by part, and `again` times r
             took = [
                 (column, -(own_s + again * seconds) / program.unit_s)
@@ -206,29 +208,21 @@ def _divide(
             program.row([*columns, *took], 0.0)
 
 
-def _chain(
-    program: Program, parts: Sequence[Part], y: Sequence[Sequence[range]], once: range, microbatches: int
-) -> None:
-    """Add the rows of the seconds of stages, in units of `program.unit_s`, with what blocks leave to each other."""
+def _chains(program: Program, parts: Sequence[Part], stages: int) -> list[tuple[list[float], range]]:
+    """Where blocks leave something to each other, for F, B and T: the seconds of each part with that, and the columns z
+    of what is left to the first stage, from each to the next, and by the last."""
+    made: list[tuple[list[float], range]] = []
     for way in range(3) if any(part.chain_s for part in parts) else ():
         least_s = [
             part.chain_s[way][0] if part.chain_s else (part.forward_s, part.backward_s, part.step_s)[way]
             for part in parts
         ]
-        left = program.columns(len(y) + 1)
+        most_s = sum(part.chain_s[way][1] for part in parts if part.chain_s)
+        left = program.columns(stages + 1)
         for column in left:
-            program.row(
-                [(column, 1.0)], 0.0, sum(part.chain_s[way][1] for part in parts if part.chain_s) / program.unit_s
-            )
-        for stage, shares in enumerate(y):
-            passes = [(program.forward[stage], float(microbatches)), (program.backward[stage], float(microbatches))]
-            took = [
-                (column, -own_s / program.unit_s)
-                for own_s, mine in zip(least_s, shares, strict=True)
-                for column in mine
-            ]
-            counted = ([(program.forward[stage], 1.0)], [(program.backward[stage], 1.0)], [*passes, (once[stage], 1.0)])
-            program.row([*counted[way], *took, (left[stage], -1.0), (left[stage + 1], 1.0)], 0.0)
+            program.row([(column, 1.0)], 0.0, most_s / program.unit_s)
+        made.append((least_s, left))
+    return made
 
 
 def _hold(

@@ -131,8 +131,10 @@ class PassTables(Quantities):
         if self.linked and not self.sums_at_end:
             self._fill_late()
         for index, table in enumerate(found if self.between is not None else ()):
+            if index in self.carried:
+                continue
             if self.between is not None and index in self.between:
-                table.each[:] *= index in self.carried
+                table.each[:] = 0.0
             elif not table.scope:
                 table.each[..., PLAIN : self.waits(0)] = 0.0
                 if self.linked:

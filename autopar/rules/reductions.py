@@ -126,7 +126,7 @@ def cross(call: Call) -> str:
     return _pair(call, given(call)["dim"], "z!")
 
 
-WHOLE_DIM = """_softmax.default _log_softmax.default softmax.int log_softmax.int 
+WHOLE_DIM = """_softmax.default _log_softmax.default softmax.int log_softmax.int
     argsort.default argsort.stable cumprod.default cummax.default cummin.default glu.default logcumsumexp.default
     sort.default sort.stable topk.default"""
 """Operators that need their `dim` whole and do not let a partial sum through."""

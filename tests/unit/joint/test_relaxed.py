@@ -14,8 +14,10 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.joint.cutting_planes import Cutting, Level
+from autopar.joint.effort import Effort
 from autopar.joint.pricing import Pricing
 from autopar.joint.relaxed import Relaxed
+from autopar.joint.relaxed_bounds import chain_s, cut_s
 from autopar.joint.relaxed_solving import Solver
 from autopar.joint.relaxed_steps import alone
 from autopar.joint.search_context import SearchContext
@@ -203,3 +205,12 @@ def test_whatever_is_run_again_and_kept(name: str, cluster: str, mesh: tuple[int
     bound_s = short.bound_s(1.1 * min(fit_s))  # no case is split that is proven to take longer
     assert bound_s <= min(fit_s) * (1 + 1e-9)
     assert bound_s > here.bound_s(bound_s)
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_where_nothing_is_possible_bounds_are_infinite(chained: bool) -> None:
+    context = inner_of("hf-gpt2", "h100:2x2")
+    mean = Timed(context, Pricing(context, SEARCH), Shape(2, (2,), 4)).mean(hosted=False)
+    barred = replace(mean, chained=chained, node_s=[np.full(each.shape, math.inf) for each in mean.node_s])
+    assert cut_s([barred], math.inf, Effort(1), []) == math.inf
+    assert chain_s(barred, Effort(1)) == (math.inf, 0.0)

@@ -94,7 +94,7 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
 def fastest(context: SearchContext, **about: Any) -> Plan:
     """As `plan`, within the memory limit of `context`."""
     with BackgroundProof(context) as proof:
-        context.answered = proof.know
+        context.answered, context.quick_s = proof.know, proof.quick_s
         made = compared(context, anywhere(context, **about), best)
         if context.request.recipe is not None:
             return made

@@ -1,6 +1,6 @@
 """The proof of a lower bound while the search runs: a second process looks at claims from the beginning, as all of them
 have to be looked at before any bound is above the least work; after the search both processes do (joint.claim_board).
-Called by joint.fastest.
+The search asks for first looks, too (`quick_s`), each of which is taken once. Called by joint.fastest.
 
 The second process is forked, so that it has the graph. It computes with numpy and OR-tools only, never with torch,
 prints nothing, and ends with this process.
@@ -59,6 +59,13 @@ class BackgroundProof:
         """Note that there is a plan of `known_s` seconds."""
         self.prover.board.know(min(known_s, self.prover.board.known_s))
 
+    def quick_s(self, shapes: tuple[Shape, ...], known_s: float) -> float:
+        """A lower bound in seconds on all plans on `shapes`, which are bounded together, in less time than a glance at
+        one of them: what the first look at them proves, whichever process takes it."""
+        while (found_s := self.prover.first_look_s(shapes, known_s, OURS)) is None:
+            self._wait()
+        return found_s
+
     def _forked(self) -> multiprocessing.process.BaseProcess | None:
         """The second process; None where the system cannot start one."""
         quiet = copy.copy(self.context)
@@ -75,6 +82,14 @@ class BackgroundProof:
                 return None
         return process
 
+    def _wait(self) -> None:
+        """Give the second process time to finish the claims that it owns, which are free once it has ended."""
+        if self._process is None:
+            return
+        self._process.join(WAIT_S)
+        if not self._process.is_alive():
+            self.prover.board.leave(THEIRS)
+
     @property
     def looked(self) -> bool:
         """Whether the bound is higher than the floor, the least work."""
@@ -86,11 +101,8 @@ class BackgroundProof:
         board = self.prover.board
         board.know(known_s)
         while time.monotonic() < deadline and board.open(self.prover.enough_s(known_s)):
-            if self.prover.look(known_s, OURS) or self._process is None:
-                continue
-            self._process.join(WAIT_S)
-            if not self._process.is_alive():
-                board.leave(THEIRS)
+            if not self.prover.look(known_s, OURS):
+                self._wait()
         found_s = self.prover.proven_s(known_s)
         if others := self._others(mesh):
             found_s = min(found_s, proven_s(self.context, known_s, closely=False, deadline=deadline, only=others))

@@ -12,9 +12,9 @@ from autopar import bestfirst, onestage
 from autopar.cluster import Cluster
 from autopar.decisions import rule_notes, tiling_notes
 from autopar.errors import InfeasibleError
+from autopar.joint.background_proof import BackgroundProof
 from autopar.joint.explore import NEAR, NEARER, PRICE_TOLERANCE, Explorer
 from autopar.joint.own_layouts import each_apart
-from autopar.joint.prove import Prover
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import FREE, SEARCH, Space, asked, of_recipe
@@ -34,7 +34,7 @@ def best(context: SearchContext, **about: Any) -> Plan:
     begun = [Explorer(context, space, math.inf, timer.ends_at) for space in FREE]
     first = begun[FREE.index(SEARCH)]
     if context.on_devices is None and not request.cluster.parts:  # where nothing is proven
-        first.quick_s = Prover(context).quick_s
+        first.quick_s = context.quick_s or BackgroundProof(context).quick_s
     elsewhere = (
         bestfirst.Elsewhere(lambda known_s: NEARER * _probed(begun, known_s), first.searched, context.answered)
         if several

@@ -126,6 +126,20 @@ class Board:
             bound_s, begin, end, looks = self._parts[index, self._parts[index, :, 0].argmin()]
             return index, Part(float(bound_s), int(begin), int(end), int(looks))
 
+    def take_first(self, who: int, index: int) -> Part | None:
+        """Claim number `index`, as `take`, if nobody has looked at it or is looking."""
+        with self._held():
+            if self._looks[index] or self._owner[index] != NOBODY:
+                return None
+            self._owner[index] = who
+            bound_s, begin, end, looks = self._parts[index, 0]
+            return Part(float(bound_s), int(begin), int(end), int(looks))
+
+    def first_s(self, index: int) -> float | None:
+        """The bound of claim number `index` after the first look at it; None before that."""
+        with self._held():
+            return float(self._bounds[index, 1]) if self._looks[index] else None
+
     def tell(self, index: int, parts: Sequence[Part]) -> None:
         """Replace the part that was taken of claim `index` by what the look has made of it, and free the claim."""
         with self._held():

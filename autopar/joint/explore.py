@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -32,7 +32,7 @@ from autopar.joint.pricing import Pricing
 from autopar.joint.prove import families
 from autopar.joint.scattering import scattered
 from autopar.joint.search_context import SearchContext
-from autopar.joint.shapes import Shape, neighbours, starts
+from autopar.joint.shapes import QuickLook, Shape, neighbours, starts
 from autopar.joint.spaces import Space
 from autopar.joint.staging import Found
 from autopar.joint.ways import Beaten
@@ -46,7 +46,7 @@ class Explorer:
     known_s      the fastest step that is known from elsewhere
     wider        proven bounds of shapes, from a walk through a space that contains this one
     reach        how far above the fastest step a glance looks at most, as a factor
-    quick_s      (shapes bounded together, cutoff in seconds) -> a lower bound in seconds (None: not looked for)
+    quick_s      a quick look at shapes (None: none is taken)
     floors       a lower bound in seconds for each shape of the space
     found        the result of each visited shape; None where it does not fit or is beaten
     beaten       of beaten shapes: the factor, and the fastest step at that time
@@ -62,7 +62,7 @@ class Explorer:
     deadline: float
     wider: Mapping[Shape, float] = field(default_factory=dict)
     reach: float = math.inf
-    quick_s: Callable[[tuple[Shape, ...], float], float] | None = None
+    quick_s: QuickLook | None = None
     found: dict[Shape, Found | None] = field(default_factory=dict)
     floors: dict[Shape, float] = field(default_factory=dict)
     raised: set[Shape] = field(default_factory=set)

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -201,16 +201,36 @@ class Prover:
         if taken is None:
             return False
         index, part = taken
+        self._look(index, part, enough_s if part.looks else known_s)  # the search, too, asks for first looks
+        return True
+
+    def first_look_s(self, shapes: tuple[Shape, ...], known_s: float, who: int = 0) -> float | None:
+        """A lower bound on all plans on `shapes`, which are bounded together: what the first look at their claim
+        proves. It is taken now, unless it was before; what it makes is not kept. None while another process takes
+        it."""
+        index = self._claim_of[shapes[0]]
+        if (part := self.board.take_first(who, index)) is not None:
+            self._look(index, part, known_s)
+            self._bounded.clear()
+        return self.board.first_s(index)
+
+    @cached_property
+    def _claim_of(self) -> Mapping[Shape, int]:
+        """The number of the claim that each shape is in."""
+        return {shape: index for index, claim in enumerate(self.all_claims) for shape in claim.shapes}
+
+    def _look(self, index: int, part: Part, cutoff_s: float) -> None:
+        """Take the next look at a part of claim number `index`, which this process owns, and tell the board. Bounds
+        above `cutoff_s` need not be exact."""
         claim, at, made = (
             Claim(part.bound_s, self.all_claims[index].shapes[part.begin : part.end], part.looks),
             part.begin,
             list[Part](),
         )
-        for closer in self.closer(claim, enough_s):
+        for closer in self.closer(claim, cutoff_s):
             made.append(Part(closer.bound_s, at, at + len(closer.shapes), closer.looks))
             at += len(closer.shapes)
         self.board.tell(index, made)
-        return True
 
     def shapes(self) -> list[Shape]:
         """All shapes of plans: one place and one microbatch on every mesh, and the shapes that the search may
@@ -273,13 +293,6 @@ class Prover:
         """The least work in seconds on all devices of a shape; of naive pipelines with the wait of places for each
         other."""
         return self._pricing_of(shape).floor_s(shape, "none")
-
-    def quick_s(self, shapes: tuple[Shape, ...], cutoff_s: float) -> float:
-        """`together_s` with the effort of the first look, which takes less time than a glance at one of `shapes`. What
-        it makes of them is not kept."""
-        bound_s = self.together_s(shapes, cutoff_s, LOOKS[0][1])
-        self._bounded.clear()
-        return bound_s
 
     def together_s(self, shapes: tuple[Shape, ...], cutoff_s: float = math.inf, effort: Effort = LOOKS[1][1]) -> float:
         """A lower bound in seconds on all plans on `shapes`, in order of microbatches, with unlimited memory."""

@@ -18,7 +18,7 @@ from autopar.errors import PlanError
 from autopar.joint import shape_models
 from autopar.joint.place_kinds import Ground, grounds
 from autopar.joint.shape_problems import Chosen, Mixed, Models
-from autopar.joint.shapes import Shape, fewest
+from autopar.joint.shapes import QuickLook, Shape, fewest
 from autopar.joint.shared_results import ProgramResults, WeightTotals
 from autopar.joint.timetables import Timetable
 from autopar.pipeline.crossing import crossing
@@ -77,6 +77,7 @@ class SearchContext:
         self._undivided: SearchContext | None = None  # the context of the graph whose runs are not divided
         self.limit_bytes, self._asked_bytes = request.limit_bytes, request.memory_bytes
         self.answered: Callable[[float], None] = lambda known_s: None  # called with the step time of each better plan
+        self.quick_s: QuickLook | None = None
 
     def restart(self) -> None:
         """Start the time limit again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster, pipelines
@@ -39,6 +39,11 @@ class Shape:
     def key(self) -> tuple[int, ...]:
         """Places and axes as four numbers, from the slowest links to the fastest."""
         return (self.places, *(1,) * (3 - len(self.mesh)), *self.mesh)
+
+
+QuickLook = Callable[[tuple[Shape, ...], float], float]
+"""(shapes that are bounded together, a cutoff in seconds) -> a lower bound in seconds of all plans on them, which need
+not be exact above the cutoff."""
 
 
 def layouts(cluster: Cluster, most_axes: int, pieces: int) -> list[tuple[int, tuple[int, ...]]]:

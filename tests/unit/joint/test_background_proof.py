@@ -10,13 +10,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
 from autopar.cluster import Cluster
 from autopar.joint import UNPROVEN, _with_bound, background_proof, plan
 from autopar.joint.background_proof import BackgroundProof
-from autopar.joint.prove import Prover, proven_s
+from autopar.joint.prove import LOOKS, Prover, proven_s
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape
 from autopar.problem.settings import Settings
@@ -85,6 +86,32 @@ def test_where_the_other_process_dies_this_one_goes_on() -> None:
         assert proof.proven_s(step_s(), None, math.inf) == pytest.approx(
             proven_s(inner_of(), step_s(), closely=False), rel=1e-9
         )
+
+
+def test_a_search_and_a_proof_take_each_first_look_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prover, looked = Prover(inner_of()), list[tuple[Shape, ...]]()
+    together = [claim.shapes for claim in prover.all_claims if not claim.shapes[0].naive]
+    bounds_s = {shapes: prover.together_s(shapes, effort=LOOKS[0][1]) for shapes in together}
+
+    def counted(self: Prover, shapes: tuple[Shape, ...], *about: Any) -> float:
+        looked.append(shapes)
+        return bounds_s[shapes]
+
+    with BackgroundProof(inner_of()) as proof:
+        (child,) = multiprocessing.active_children()
+        assert {shapes: proof.quick_s(shapes, math.inf) for shapes in together} == pytest.approx(bounds_s, rel=1e-9)
+    with monkeypatch.context() as patch:
+        patch.setattr(Prover, "together_s", counted)
+        alone = BackgroundProof(inner_of())
+        for shapes in (*together, *together):
+            assert alone.quick_s(shapes[-1:], math.inf) == max(bounds_s[shapes], min(map(prover.floor_s, shapes)))
+        assert looked == together
+    with BackgroundProof(inner_of()) as proof:
+        (child,) = multiprocessing.active_children()
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        proof.prover.board.take(background_proof.THEIRS, math.inf)  # as if that was in the middle of a first look
+        assert {shapes: proof.quick_s(shapes, math.inf) for shapes in together} == pytest.approx(bounds_s, rel=1e-9)
 
 
 def test_without_room_for_another_process_this_one_proves_alone(monkeypatch: pytest.MonkeyPatch) -> None:

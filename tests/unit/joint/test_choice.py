@@ -14,6 +14,7 @@ from autopar.bestfirst import PRICE_TOLERANCE
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import explore
+from autopar.joint.background_proof import BackgroundProof
 from autopar.joint.choice import _one_stage_is_best, _simpler_plan_note
 from autopar.joint.effort import Effort
 from autopar.joint.explore import Explorer
@@ -68,7 +69,7 @@ def test_the_walk_finds_what_there_is(cluster: str, room: float, monkeypatch: py
     request = Request(Cluster(where.name, where.levels, device), Settings("train"))
     monkeypatch.setattr(explore, "FEW_SHAPES", 4)  # so that it walks
     context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, request)
-    walked = Explorer(context, SEARCH, math.inf, time.monotonic() + 600, quick_s=Prover(context).quick_s).run()
+    walked = Explorer(context, SEARCH, math.inf, time.monotonic() + 600, quick_s=BackgroundProof(context).quick_s).run()
     best = All(context, SEARCH, math.inf, time.monotonic() + 600).run()
     assert (walked is None) == (best is None)
     assert best is None or walked is None or walked.step_s <= best.step_s * (1 + 2 * PRICE_TOLERANCE)

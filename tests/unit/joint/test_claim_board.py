@@ -51,6 +51,16 @@ def test_nobody_looks_at_what_another_one_looks_at_until_it_is_told_or_gone() ->
     assert board.proven_s(9.0) == 2.0 and board.proven_s(1.5) == 2.0 and not math.isfinite(board.settled_s)
 
 
+def test_a_first_look_is_taken_once_at_whatever_claim_is_asked_for() -> None:
+    board = Board([Part(1.0, 0, 3, 0), Part(2.0, 0, 2, 0)], LOOKS)
+    assert board.first_s(1) is None and board.take_first(0, 1) == Part(2.0, 0, 2, 0)
+    assert board.take_first(1, 1) is None and board.first_s(1) is None  # another one is at it
+    board.tell(1, [Part(2.5, 0, 2, 1)])
+    assert board.first_s(1) == 2.5 and board.take_first(1, 1) is None
+    board.tell(1, [Part(4.0, 0, 2, 2)])
+    assert board.first_s(1) == 2.5 and board.first_s(0) is None and board.take(1, 9.0) == (0, Part(1.0, 0, 3, 0))
+
+
 def test_what_cannot_be_looked_at_closer_is_enough_for_the_others() -> None:
     board = Board([Part(1.0, 0, 1, LOOKS - 1), Part(1.5, 0, 1, 0)], LOOKS)
     index, part = board.take(0, 9.0) or pytest.fail("there is one")

@@ -7,6 +7,7 @@ step; then gradients of a second batch accumulated onto these, a second optimize
                          all that it holds
     second_step          the second batch, the second optimizer step and the evaluation
     collectives, volume  the collectives that ran, and their bytes, against those that were priced
+    tables               what the emitted model says of itself, its state dict's order for one, against the captured one
 
 Where something differs, a second run with probes names the first node whose value differs, or, if all values agree, the
 last one in forward order whose gradient does: the first that the backward got wrong. Sums of values are compared

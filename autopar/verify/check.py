@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from autopar.bundle import Bundle
 from autopar.errors import RunError
 from autopar.pipeline import SCHEDULES
 from autopar.runtime import Ranks, launch
@@ -18,6 +19,7 @@ from autopar.verify.reference import Results
 from autopar.verify.report import Report, Row
 from autopar.verify.second_step import NOT_FINITE, SECOND, second_wrong
 from autopar.verify.step import merged, step
+from autopar.verify.tables import differing
 from autopar.verify.volume import Uneven, comparable, not_compared, priced_bytes, ran_bytes
 
 BEHIND = {
@@ -45,7 +47,8 @@ def verify(
     the plan has), so that neither is made again. Raises RunError when a rank fails.
     """
     wanted = case.reference() if reference is None else reference
-    results = _on_ranks(case, ranks, step, case.source(), case.rank_case, wanted)
+    source = case.source()
+    results = _on_ranks(case, ranks, step, source, case.rank_case, wanted)
     gaps = merged([gaps for gaps, _ in results], wanted, everywhere=case.plan.places == 1)
     rows = {key: _row(*key, gap / scale(wanted[key[0]][key[1]]), tolerance) for key, gap in gaps.items()}
     first, later = ([row for (kind, _), row in rows.items() if (kind in SECOND) is after] for after in (False, True))
@@ -55,6 +58,7 @@ def verify(
     seen = {place: results[place * inner][1] for place in range(case.plan.places)}  # the first rank of each place
     uneven: Uneven = {}
     first += [row for place in seen for row in _collectives(case, seen[place], place, uneven)]
+    first.append(_tables(case, source))
     notes = (
         *case.notes,
         *([not_compared(uneven, case.plan)] if uneven else []),
@@ -100,12 +104,18 @@ def _collectives(case: Case, seen: list[Counted], place: int, uneven: Uneven) ->
     ]
 
 
+def _tables(case: Case, source: str) -> Row:
+    """The row that compares what the emitted model says of itself with the captured one."""
+    found = differing(case, Bundle(case.plan, source).namespace()["Model"])
+    return Row("; ".join(found) or "emitted = captured", "tables", float(len(found)), 0.0)
+
+
 def _first(case: Case, tolerance: float, ranks: Ranks | None, wrong: Sequence[Row], wanted: Results) -> str:
     """Run both sides again with sums of every value recorded, and name the first node that differs; where none does,
     the diagnosis of the `wrong` rows."""
     kinds = {row.kind: row.name for row in reversed(wrong)}
-    if set(kinds) == {"collectives"}:
-        return f"no value: {kinds['collectives']}"
+    if kinds.keys() <= {"collectives", "tables"}:
+        return f"no value: {'; '.join(kinds.values())}"
     recorded = case.recorded()
     try:
         found = str(

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison. `kind` is output, loss, gradient, parameter, buffer, collectives, or model (its graph against
-    it); `error` is the largest absolute difference relative to max(1, largest absolute value), for collectives the
-    number (or the bytes) that differ. `when` is empty in the first step."""
+    """One comparison. `kind` is output, loss, gradient, parameter, buffer, collectives, tables (what the emitted model
+    says of itself), or model (its graph against it); `error` is the largest absolute difference relative to max(1,
+    largest absolute value), for collectives the number (or the bytes) that differ, for tables their number. `when` is
+    empty in the first step."""
 
     name: str
     kind: str
@@ -52,8 +53,8 @@ class Report:
 
     @property
     def value_error(self) -> float:
-        """The largest error of any value: of all comparisons but the numbers of collectives."""
-        return max((row.error for row in self.rows if row.kind != "collectives"), default=0.0)
+        """The largest error of any value: of all comparisons but those of collectives and tables."""
+        return max((row.error for row in self.rows if row.kind not in ("collectives", "tables")), default=0.0)
 
     def __str__(self) -> str:
         """One line: how many values are wrong, the largest difference, and the first wrong node."""

@@ -88,7 +88,7 @@ def test_a_cut_can_be_anywhere(cut: int) -> None:
 def test_inference_goes_forward_only() -> None:
     who = subject("gpt", "inference")
     report = who.verified(by_stages(who, (2,), "tp", 2, 2, "1f1b"))
-    assert report.ok and {row.kind for row in report.rows} == {"output", "collectives"}
+    assert report.ok and {row.kind for row in report.rows} == {"output", "collectives", "tables"}
     _same_bytes(report, 2)
 
 

@@ -3,7 +3,9 @@ an AdamW step, and every collective against its price. The full matrix is marked
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -14,7 +16,7 @@ from autopar.verify import verify
 from tests.helpers.matrix import EXPERTS, MESHES, Entry, entries
 from tests.helpers.ranks import living
 from tests.helpers.tiny import TINY
-from tests.helpers.verify import Sizes, kinds, planned, right, subject
+from tests.helpers.verify import Sizes, by_recipe, kinds, planned, right, subject
 
 FAST: list[tuple[str, Sizes, str]] = [
     ("hf-gpt2", (4,), "megatron"),
@@ -129,8 +131,17 @@ def test_inference(name: str, sizes: Sizes, how: str) -> None:
     who = subject(name, "inference")
     report = who.verified(planned(who, sizes, how))
     assert report.ok, (report.first, report.worst)
-    assert {row.kind for row in report.rows} <= {"output", "buffer", "collectives"}
-    assert {"output", "collectives"} <= {row.kind for row in report.rows}
+    assert {row.kind for row in report.rows} <= {"output", "buffer", "collectives", "tables"}
+    assert {"output", "collectives", "tables"} <= {row.kind for row in report.rows}
+
+
+def test_a_wrong_table_is_found() -> None:
+    """No value of a step shows that the state dict has another order."""
+    who = subject("mlp")
+    reverse = partial(re.sub, r"ORDER = (\(.*\))\n", r"ORDER = tuple(reversed(\1))\n")
+    report = who.verified(by_recipe(who, (2,), "ddp"), mutate=reverse, later=False)
+    assert [row.kind for row in report.rows if not row.ok] == ["tables"] and report.value_error < 1e-9
+    assert report.first.startswith("no value: ORDER says "), report.first
 
 
 def test_bytes_are_compared_where_cuts_are_even() -> None:

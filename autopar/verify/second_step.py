@@ -4,12 +4,17 @@ and later steps must not use: gathered weights, a batch, a gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from passes import facts
+from passes import facts, ops
+from passes.tables import VIEWS
+
+aten = torch.ops.aten
 
 SECOND = {
     "second output": (
@@ -43,16 +48,79 @@ NOT_FINITE = (
 )
 
 
+LABELS: dict[Any, tuple[int, int]] = {
+    ops.cross_entropy_each: (1, 2),
+    ops.cross_entropy_sum: (1, 2),
+    ops.count_valid: (0, 1),
+    ops.weigh_valid: (0, 2),
+}
+SPECIAL: dict[Any, tuple[int, int]] = {
+    aten.embedding.default: (1, 2),
+    ops.bag: (1, 4),
+    ops.ragged_bags: (1, 5),
+    **LABELS,
+}
+"""Operators that treat one of the whole numbers that they read in another way (a label that does not count, a row
+without a gradient) -> the places of these and of that one among their arguments."""
+
+
 def second_batch(gm: fx.GraphModule, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A batch of the same sizes with other samples: the first half of them, each twice. It is the same batch where an
-    input has a size that none with samples has (pieces of images): which of them belong to a sample is not known."""
+    """A batch of the same sizes with other samples: the first half of them, each twice. They are the same where an
+    input has a size that none with samples has (pieces of images): which of them belong to a sample is not known. Whole
+    numbers that operators treat in another way are among those that they read: drawn ones seldom are."""
     symbol = facts.symbol("b")
     shapes = {node.meta["input"]: facts.shape(node) for node in gm.graph.nodes if node.meta.get("role") == "input"}
     dims = {name: shape.index(symbol) for name, shape in shapes.items() if symbol in shape}
     known = {size for name in dims for size in shapes[name]}
     if any(not isinstance(size, int) and size not in known for shape in shapes.values() for size in shape):
-        return dict(batch)
-    return {name: _each_twice(value, dims[name]) if name in dims else value for name, value in batch.items()}
+        dims = {}
+    special = special_numbers(gm)
+    return {
+        name: _holding(_each_twice(value, dims[name]) if name in dims else value, special.get(name, []))
+        for name, value in batch.items()
+    }
+
+
+def special_numbers(gm: fx.GraphModule) -> dict[str, list[int]]:
+    """Input -> the numbers that operators which read it treat in another way. A negative one only where nothing but
+    losses read it: others would take it for the number of a row."""
+    found = {}
+    for node in gm.graph.nodes:
+        if node.meta.get("role") == "input":
+            readers = list(_readers(node))
+            numbers = dict.fromkeys(number for reader in readers if (number := _special(*reader)) is not None)
+            labels = all(reader.target in LABELS for reader, _ in readers)
+            found[node.meta["input"]] = [number for number in numbers if labels or number >= 0]
+    return found
+
+
+def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The operators that read the elements of a value, behind views of it and paddings; with what they read."""
+    for user in node.users:
+        if user.target in (*VIEWS, aten.pad.default, operator.getitem):
+            yield from _readers(user)
+        else:
+            yield user, node
+
+
+def _special(reader: fx.Node, read: fx.Node) -> int | None:
+    """The number that an operator treats in another way; None where there is none."""
+    place, number = SPECIAL.get(reader.target, (0, 0))
+    if not number < len(reader.args) or reader.args[place] is not read:
+        return None
+    found = reader.args[number]
+    return found if isinstance(found, int) else None
+
+
+def _holding(value: Tensor, numbers: Iterable[int]) -> Tensor:
+    """`value` with these numbers among its elements, one after the other from behind its middle on."""
+    missing = [number for number in numbers if not bool((value == number).any())]
+    if not 0 < len(missing) < value.numel():
+        return value
+    flat = value.flatten().clone()
+    begin = min(flat.numel() // 2 + 1, flat.numel() - len(missing))
+    flat[begin : begin + len(missing)] = flat.new_tensor(missing)
+    return flat.view(value.shape)
 
 
 def _each_twice(value: Tensor, dim: int) -> Tensor:

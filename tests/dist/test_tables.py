@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -87,3 +89,15 @@ def test_equals_one_device(name: str, how: str) -> None:
     assert (name, how) != ("sums", "megatron") or any("bag" in node.runs for node in made.nodes.values())
     report = verify(case_of(who.captured, made, who.weights, inputs()), ranks=living(2))
     assert report.ok, (report.first, report.worst)
+
+
+def test_a_row_that_wrongly_trains_is_found_where_no_sample_of_the_batch_has_it() -> None:
+    """The second batch has it. A drawn batch seldom does, and nothing else tells."""
+    who = subject("sums")
+    batch = inputs() | {"numbers": inputs()["numbers"].clamp(min=4)}
+    case = case_of(who.captured, planned(who, (2,), "zero3"), who.weights, batch)
+    wrong = replace(case, mutate=lambda source: re.sub(r"(bag\(.*'sum', )3\)", r"\1-1)", source))
+    assert wrong.source() != case.source(), case.source()
+    report = verify(wrong, ranks=living(2))
+    assert report.first.startswith("none in the first step: "), (report.first, report.worst)
+    assert verify(case, ranks=living(2)).ok

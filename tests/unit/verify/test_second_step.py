@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autopar.capture import capture
-from autopar.verify.second_step import finite, second_batch
+from autopar.verify.second_step import _holding, finite, second_batch, special_numbers
 
 
 class Scored(nn.Module):
@@ -21,6 +22,45 @@ class Pieces(nn.Module):
 
     def forward(self, x: Tensor, pieces: Tensor) -> Tensor:
         return x.square().mean() + pieces.sum().square()
+
+
+class Padded(nn.Module):
+    """Rows of a table, one of which is none, and labels; some of the numbers of rows are labels, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.others = nn.Embedding(1000, 4, padding_idx=7), nn.Embedding(1000, 4)
+        self.bags, self.map = nn.EmbeddingBag(1000, 4, mode="sum", padding_idx=9), nn.Linear(4, 1000)
+
+    def forward(self, ids: Tensor, more: Tensor, bags: Tensor, starts: Tensor, labels: Tensor) -> Tensor:
+        h = self.rows(ids) + self.others(more) + self.bags(bags.flatten(), starts)[:, None]
+        logits = self.map(h)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + F.cross_entropy(
+            logits[:, :-1].flatten(0, 1), more[:, 1:].flatten()
+        )
+
+
+def test_numbers_that_are_treated_in_another_way_are_in_the_second_batch() -> None:
+    """By chance a table's row without a gradient was never read, and labels that do not count never came."""
+    generator = torch.Generator().manual_seed(0)
+    batch = {
+        name: torch.randint(20, 1000, (4, 6), generator=generator)
+        for name in ("ids", "more", "bags", "starts", "labels")
+    }
+    batch["starts"] = torch.arange(0, 24, 6)
+    captured = capture(Padded(), (), batch)
+    assert special_numbers(captured.gm) == {"ids": [7], "more": [], "bags": [9], "starts": [], "labels": [-100]}
+    found = second_batch(captured.gm, batch)
+    for name, number in (("ids", 7), ("bags", 9), ("labels", -100)):
+        assert int((found[name] == number).sum()) == 1, name
+    assert found["more"].min() >= 20 and found["starts"].tolist() == [0, 0, 6, 6]
+
+
+def test_numbers_that_a_batch_has_and_single_ones_stay() -> None:
+    x = torch.tensor([[3, 7], [1, 2]])
+    assert _holding(x, [7, 3]) is x and torch.equal(_holding(x, [9]), torch.tensor([[3, 7], [1, 9]]))
+    assert torch.equal(_holding(x, [8, 9]), torch.tensor([[3, 7], [8, 9]]))
+    assert torch.equal(_holding(torch.tensor([5]), [0]), torch.tensor([5]))
 
 
 def test_samples_are_other_ones_and_stay_whole() -> None:

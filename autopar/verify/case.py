@@ -25,6 +25,7 @@ from autopar.verify.randomness import keep_all
 from autopar.verify.reference import Keep, Recorded, Results, Second, train_step
 from autopar.verify.second_step import second_batch
 from autopar.verify.step import RankCase
+from autopar.verify.ties import ties
 from passes import facts
 from passes.annotate_memory import annotate_memory
 
@@ -91,6 +92,11 @@ class Case:
             record=lambda name, value: whole(value, micro_dim(self.plan, name))
         )["values"]
         return values
+
+    def ties(self, tolerance: float) -> dict[str, int]:
+        """Operators that jump whose operands are at the jump on one device, with how often (`verify.ties`)."""
+        with by_default(self.dtype):
+            return ties(self.gm, {**self.weights, **self.constants}, self.batch, tolerance)
 
     @cached_property
     def second(self) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from autopar.verify.report import Report, Row
 from autopar.verify.second_step import NOT_FINITE, SECOND, second_wrong
 from autopar.verify.step import merged, step
 from autopar.verify.tables import differing
+from autopar.verify.ties import explained
 from autopar.verify.volume import Uneven, comparable, not_compared, priced_bytes, ran_bytes
 
 BEHIND = {
@@ -125,7 +126,9 @@ def _first(case: Case, tolerance: float, ranks: Ranks | None, wrong: Sequence[Ro
         return f"no operator: ranks failed in the search for it ({str(error).strip().splitlines()[-1]})"
     if not found and kinds.keys() <= {"gradient", "parameter"} and _only_split(case, tolerance, ranks, wanted):
         return f"no operator: {SPLIT.format(case.plan.schedule, kinds['gradient'])}"
-    return found or next(f"no operator: {said.format(kinds[kind])}" for kind, said in BEHIND.items() if kind in kinds)
+    if found:
+        return found + explained(found, case.gm, case.ties(tolerance))
+    return next(f"no operator: {said.format(kinds[kind])}" for kind, said in BEHIND.items() if kind in kinds)
 
 
 def _only_split(case: Case, tolerance: float, ranks: Ranks | None, wanted: Results) -> bool:

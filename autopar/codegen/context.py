@@ -3,6 +3,7 @@ comments. Made by codegen.module for each file."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,7 @@ from autopar.codegen import sizes as size_text
 from autopar.codegen.edges import Edges, Reshard, edges, options, out_pair
 from autopar.codegen.expressions import EXPRESSIONS, qualified, tuple_text
 from autopar.cost.comm import collective_s, steps_s
-from autopar.layout import Step, dim_of, fraction, is_shard
+from autopar.layout import Step, dim_of, fraction, is_shard, ways_of
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.op_algorithms import sites
@@ -44,8 +45,8 @@ class Context:
     functions: dict[str, str] = field(default_factory=dict)  # plain function -> module it is imported from
     algorithms: dict[str, None] = field(default_factory=dict)  # runtime algorithms that the file imports
     marks: dict[str, None] = field(default_factory=dict)  # keep, skip and enough, as far as the file uses them
-    # (size, axes that must divide it) -> why
-    even: dict[tuple[str, tuple[int, ...]], str] = field(default_factory=dict)
+    # (size, axes that must divide it, parts of the whole batch that must) -> why
+    even: dict[tuple[str, tuple[int, ...], int], str] = field(default_factory=dict)
 
     @cached_property
     def edges(self) -> Edges:
@@ -69,6 +70,18 @@ class Context:
         inputs = [op for op in self.program.ops.values() if op.role == "input" and 0 in op.batch[0]]
         cut = [out_pair(self.plan, (op.name, 0)).value for op in inputs]
         return tuple(a for a in range(len(self.sizes)) if cut and all(layout[a] == "S0" for layout in cut))
+
+    @cached_property
+    def parts(self) -> int:
+        """Into how many parts the batch falls: microbatches take one of each piece, and the pieces are those of the
+        input that is cut over most ranks (`runtime.pipeline`)."""
+        inputs = [(op.name, 0) for op in self.program.ops.values() if op.role == "input"]
+        ways = [
+            ways_of(out_pair(self.plan, ref).value, dim_of(entry), self.sizes)
+            for ref in inputs
+            if is_shard(entry := self.micro(ref))
+        ]
+        return self.plan.microbatches * math.lcm(*ways)
 
     def micro(self, ref: Ref) -> str:
         """How the microbatches share a value: cut along a dim (`S0`), each a part of a sum (`P`), or all the same

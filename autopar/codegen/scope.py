@@ -265,9 +265,16 @@ class ScopeWriter:
             for pair in size_text.sections_must_divide(tensor.shape, layout, exact)
         ]
         if op.target is torch.ops.aten.reshape.default:
-            found += size_text.must_divide(op.call.ins[0].shape, ins[0], op.call.outs[0].shape, outs[0], exact)
+            before, after = op.call.ins[0].shape, op.call.outs[0].shape
+            found += size_text.must_divide(before, ins[0], after, outs[0], exact)
+            micro = [(self.context.micro(ref),) for ref in (op.operands[0], (op.name, 0))]
+            for size, _ in size_text.must_divide(before, micro[0], after, micro[1], (0,)):
+                self._note(op, size, (), self.context.parts)
         for size, axes in found:
-            self.context.even.setdefault((size_text.text(size), axes), f"{op.name} at {op.where}")
+            self._note(op, size, axes)
+
+    def _note(self, op: Op, size: facts.Size, axes: tuple[int, ...], parts: int = 1) -> None:
+        self.context.even.setdefault((size_text.text(size), axes, parts), f"{op.name} at {op.where}")
 
     def _argument(self, item: Any, queue: Any, op: Op) -> str:
         if isinstance(item, fx.Node):

@@ -219,11 +219,11 @@ def size_lines(context: Context, names: Mapping[Ref, str]) -> list[str]:
 
 def even_lines(context: Context) -> list[str]:
     """The checks of sizes that must divide, in a forward of its own for each microbatch."""
-    batch, parts = re.compile(r"\bb\b"), context.plan.microbatches
+    batch, microbatches = re.compile(r"\bb\b"), context.plan.microbatches
     lines = []
-    for (size, axes), why in context.even.items():
-        cut = f" // {parts}" if parts > 1 and batch.search(size) else ""
-        lines.append(f"MESH.even({size!r}, {size}{cut}, {axes}, {why!r})")
+    for (size, axes, parts), why in context.even.items():
+        cut = f" // {microbatches}" if parts == 1 < microbatches and batch.search(size) else ""
+        lines.append(f"MESH.even({size!r}, {size}{cut}, {axes}, {why!r}{f', parts={parts}' if parts > 1 else ''})")
     return lines
 
 

@@ -18,11 +18,16 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from autopar._torch import OpOverload
 from autopar.errors import PlanError
 from autopar.problem.graph import Op, Program, Ref
 from autopar.rules import RULES
 from autopar.rules.language import Option
+
+REGROUPS = torch.ops.aten.reshape.default
+"""The operator that makes groups of samples."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,12 @@ def _refusal(program: Program, op: Op, ref: Ref, made: str, wanted: str, count: 
         if op.target in RULES or not isinstance(op.target, OpOverload)
         else f", or with rules= give {op.target} a rule by which samples are apart, if they are"
     )
+    groups = (
+        ", fewer microbatches or a larger batch, if these are groups of samples, of which each is to have whole ones"
+        if op.target is REGROUPS
+        else ""
+    )
     return (
         f"{op.name} ({op.where}) {what} {ref[0]} ({source.where}), so {count} microbatches would not compute what the "
-        f"batch computes; use one microbatch, or a model whose loss is a sum or mean over samples{rule}"
+        f"batch computes; use one microbatch{groups}, or a model whose loss is a sum or mean over samples{rule}"
     )

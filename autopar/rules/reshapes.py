@@ -6,6 +6,7 @@ f3`."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import sympy
@@ -20,7 +21,7 @@ def reshape(call: Call) -> str:
 
     `[6, 4] -> [2, 12]` is `(f0 f1) f2 -> f0 (f1 f2)`. Where sizes have no common refinement (`[4, 6] -> [6, 4]`), the
     dims up to the next common boundary stay whole. Dims of size 1 are never split."""
-    before, after = _Side(call.ins[0].shape), _Side(call.outs[0].shape)
+    before, after = map(_Side, _in_groups(call.ins[0].shape, call.outs[0].shape))
     fresh = (f"f{i}" for i in itertools.count())
     while before.open and after.open:
         shared = _shared(before.rest, after.rest)
@@ -31,6 +32,28 @@ def reshape(call: Call) -> str:
             before.take(name, shared)
             after.take(name, shared)
     return f"{before.text()} -> {after.text()}"
+
+
+def _in_groups(before: Sequence[Size], after: Sequence[Size]) -> tuple[Sequence[Size], Sequence[Size]]:
+    """Both shapes, `[b] -> [b // 4, 4]` as `[4 g] -> [g, 4]`: a reshape loses no elements, so that b is a multiple of 4
+    wherever it runs."""
+    rounded = {part for size in (*before, *after) if not isinstance(size, int) for part in size.atoms(sympy.floor)}
+    for part in sorted(rounded, key=str):
+        share, symbol = part.args[0].as_coeff_Mul()
+        if symbol.is_Symbol and (1 / share).is_Integer:
+            count = sympy.Dummy(str(part), integer=True, positive=True)
+            known = {part: count, symbol: count / share}
+            sides = [
+                [_number(sympy.sympify(size).subs(known, simultaneous=True)) for size in each]
+                for each in (before, after)
+            ]
+            if not _equal(*map(math.prod, (before, after))) and _equal(*map(math.prod, sides)):
+                return sides[0], sides[1]
+    return before, after
+
+
+def _number(size: sympy.Expr) -> Size:
+    return int(size) if size.is_Integer else size
 
 
 class _Side:

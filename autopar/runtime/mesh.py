@@ -235,15 +235,16 @@ class Mesh:
         start, stop = self.span(size, axes)
         return stop - start
 
-    def even(self, name: str, size: int, axes: Sequence[int], why: str) -> None:
-        """Raise RunError unless `size`, called `name`, divides by the ranks of `axes`. `why` names the operator that
-        needs it."""
-        ways = math.prod(self.sizes[a] for a in axes)
+    def even(self, name: str, size: int, axes: Sequence[int], why: str, *, parts: int = 1) -> None:
+        """Raise RunError unless `size`, called `name`, divides by the ranks of `axes`, or by the `parts` that ranks and
+        microbatches take of a batch. `why` names the operator that needs it."""
+        ways = parts * math.prod(self.sizes[a] for a in axes)
         if size % ways:
+            who = "parts that ranks and microbatches take of it" if parts > 1 else "ranks that cut it"
             raise RunError(
-                f"{name} = {size} does not divide by the {ways} ranks that cut it on {self}, which {why} needs: it "
-                f"reshapes or joins cut dims; use {size // ways * ways or ways} or {-(-size // ways) * ways}, or plan "
-                "for another mesh"
+                f"{name} = {size} does not divide by the {ways} {who} on {self}, which {why} needs: it reshapes or "
+                f"joins cut dims; use {' or '.join(map(str, _multiples(size, ways)))}, or plan for another mesh"
+                f"{' or fewer microbatches' if parts > 1 else ''}"
             )
 
     def forget(self) -> None:
@@ -251,6 +252,11 @@ class Mesh:
         self._world = None
         for name in ("device_mesh", "coord", "groups", "behind_groups", "pipeline_group"):
             self.__dict__.pop(name, None)
+
+
+def _multiples(size: int, of: int) -> list[int]:
+    """The multiples of a number next to `size`."""
+    return sorted({size // of * of or of, -(-size // of) * of})
 
 
 def mesh_number(number: int) -> Mesh:

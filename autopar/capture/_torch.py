@@ -318,6 +318,22 @@ def functions_applied(run: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def sizes_fixed(note: Callable[[int], None]) -> Iterator[None]:
+    """A context in which `note(number)` is called where a symbolic size becomes a number, in the code that does so."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    original = ShapeEnv._set_replacement
+
+    def replaced(self: Any, symbol: Any, by: Any, *given: Any) -> None:
+        if by.is_Integer:
+            note(int(by))
+        original(self, symbol, by, *given)
+
+    with mock.patch.object(ShapeEnv, "_set_replacement", replaced):
+        yield
+
+
 def code_when_asked() -> AbstractContextManager[None]:
     """A context in which new graph modules compile their Python code when it is first needed, not after every change.
     torch.compile does so for its own graphs."""

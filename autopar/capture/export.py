@@ -47,7 +47,7 @@ from autopar.capture.inside import traced_forward, why_untraced
 from autopar.capture.known_masks import KnownMasks
 from autopar.capture.leaves import by_field
 from autopar.capture.lengths import Rows, symbolic_lengths
-from autopar.capture.lines import source
+from autopar.capture.lines import noting_fixed_sizes, source
 from autopar.capture.mask_branches import Picking
 from autopar.capture.own_backwards import own_backwards
 from autopar.capture.python_random import draws, where_drawn
@@ -189,6 +189,7 @@ class _Exporting:
         picks = nullcontext() if self.least is None else Picking(check=shape_check, least=self.least)
         with (
             quietly(),
+            noting_fixed_sizes(),
             let_go(),
             fakes_past_modes(),
             stacks_of_callers(),

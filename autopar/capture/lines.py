@@ -6,13 +6,17 @@ import inspect
 import linecache
 import re
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 from torch import nn
 
+from autopar.capture._torch import export_errors, sizes_fixed
 from autopar.capture.shadow import WithLoss
 
+_FIXED = re.compile(r"specialized it to be a constant \((\d+)\)")
 LIBRARY = str(Path(inspect.__file__).parent) + "/"
 
 
@@ -21,7 +25,8 @@ def source(error: BaseException | None, model: nn.Module) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__ if error else None) if users(f.filename) and f.line]
     if frames:
         return f"at {_short(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line}"
-    found = re.search(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(.+)', str(error))
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    found = re.search(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(.+)', text)
     return f"at {_short(found.group(1))}:{found.group(2)}: {found.group(3)}" if found else f"in {_within(model)}"
 
 
@@ -41,6 +46,26 @@ def caller() -> str:
     """The user's line that is running, `model.py:12`."""
     frames = [f for f in traceback.extract_stack() if users(f.filename)]
     return f"{_short(frames[-1].filename)}:{frames[-1].lineno}" if frames else "called by torch"
+
+
+@contextmanager
+def noting_fixed_sizes() -> Iterator[None]:
+    """A context whose errors of torch about sizes that became numbers have a note with the user's line that made
+    them."""
+    lines: dict[int, str] = {}
+
+    def note(number: int) -> None:
+        if number not in lines and (frames := [f for f in traceback.extract_stack() if users(f.filename)]):
+            lines[number] = "".join(traceback.format_list(frames[-1:]))
+
+    try:
+        with sizes_fixed(note):
+            yield
+    except export_errors() as error:
+        for number in map(int, _FIXED.findall(str(error))):
+            if number in lines:
+                error.add_note(lines[number])
+        raise
 
 
 def users(path: str) -> bool:

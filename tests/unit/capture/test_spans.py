@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from unittest import mock
 
 import numpy as np
@@ -226,3 +227,33 @@ def test_how_distances_are_computed_is_no_condition():
     for batch in (3, 25, 26, 60):
         rows, notes = graph_rows(model, captured, (torch.randn(batch, 6),), {}, training=True)
         assert not notes and all(row.ok for row in rows), (batch, rows)
+
+
+class OneByOne(nn.Module):
+    """A loop over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x):
+        total = 0.0
+        for one in range(x.shape[0]):  # fixes b
+            total = total + self.map(x[one]).square().mean()
+        return total / x.shape[0]
+
+
+class Slopes(OneByOne):
+    """Gradients of a norm, of each sample."""
+
+    def forward(self, x):
+        slopes = torch.func.vmap(torch.func.grad(lambda one: self.map(self.norm(one)).sum()))(x)  # fixes b
+        return slopes.square().mean()
+
+
+@pytest.mark.parametrize("kind", [OneByOne, Slopes])
+def test_the_line_that_makes_a_number_of_a_size_is_named(kind):
+    (note,) = capture(kind(), (torch.zeros(4, 4),)).notes
+    assert re.match(r"b is static: the model makes a number of b \(.*\) at test_spans.py:\d+: .*# fixes b; ", note), (
+        note
+    )

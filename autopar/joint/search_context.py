@@ -18,7 +18,7 @@ from autopar.errors import PlanError
 from autopar.joint import shape_models
 from autopar.joint.place_kinds import Ground, grounds
 from autopar.joint.shape_problems import Chosen, Mixed, Models
-from autopar.joint.shapes import QuickLook, Shape, fewest
+from autopar.joint.shapes import QuickLook, Shape, fewest, sample_groups
 from autopar.joint.shared_results import ProgramResults, WeightTotals
 from autopar.joint.timetables import Timetable
 from autopar.pipeline.crossing import crossing
@@ -391,10 +391,10 @@ class SearchContext:
                 "plan without a pipeline says which); name it in dynamic_shapes, 'b' for dim 0 of each input that has "
                 "the samples (on the command line: let the factory give inputs of one first size)"
             )
-        if self.batch < 2:
-            return "a batch of one sample has no microbatches"
+        if (groups := sample_groups(self.gm, self.batch)) < 2:
+            return "a batch of one sample, or of one group of them, has no microbatches"
         try:
-            self.shared(fewest(self.batch))
+            self.shared(fewest(groups))
         except PlanError as error:
             return str(error)
         return ""

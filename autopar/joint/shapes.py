@@ -8,7 +8,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch import fx
+
 from autopar.cluster import Cluster, pipelines
+from passes import facts
 
 # per `least` microbatches (as many as there are places); with more, the fixed costs of each microbatch dominate
 MOST_MICROBATCHES = 512
@@ -55,6 +58,12 @@ def layouts(cluster: Cluster, most_axes: int, pieces: int) -> list[tuple[int, tu
 def counts(batch: int, least: int) -> list[int]:
     """The numbers of microbatches, at least `least`, into which a batch divides, the fewest first."""
     return [n for n in range(max(1, least), min(batch, MOST_MICROBATCHES * least) + 1) if batch % n == 0]
+
+
+def sample_groups(gm: fx.GraphModule, batch: int) -> int:
+    """Of how many groups a batch is, of which a microbatch has whole ones: where the model looks at several samples
+    together (answers to one question), the batch is a multiple of their number."""
+    return batch // facts.spans(gm).get("b", (0, None, 1))[2]
 
 
 def neighbours(shape: Shape, among: Sequence[Shape]) -> list[Shape]:

@@ -10,7 +10,7 @@ from functools import partial
 
 from autopar.errors import PlanError
 from autopar.joint.search_context import SearchContext
-from autopar.joint.shapes import Shape, counts, layouts
+from autopar.joint.shapes import Shape, counts, layouts, sample_groups
 from autopar.joint.timetables import SEARCHED, Kind
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.recipes import roles
@@ -106,8 +106,11 @@ class Space:
             return
         if context.sharable:
             return
-        ways = math.prod(n for n, role in zip(mesh, used, strict=True) if role in roles.BY_SAMPLE)
-        yield from (m for m in counts(context.batch, max(2, places)) if context.batch % (m * ways) == 0)
+        groups = sample_groups(context.gm, context.batch)
+        # ranks that cut any input cut groups, too: of these all axes are taken for such
+        grouped = groups < context.batch
+        ways = math.prod(n for n, role in zip(mesh, used, strict=True) if grouped or role in roles.BY_SAMPLE)
+        yield from (m for m in counts(groups, max(2, places)) if groups % (m * ways) == 0)
 
     def _state_bytes(self, context: SearchContext, shape: Shape) -> float:
         """Bytes per device of weights, gradients and optimizer state alone, cut as evenly as the roles allow."""

@@ -21,7 +21,10 @@ def reshape(call: Call) -> str:
 
     `[6, 4] -> [2, 12]` is `(f0 f1) f2 -> f0 (f1 f2)`. Where sizes have no common refinement (`[4, 6] -> [6, 4]`), the
     dims up to the next common boundary stay whole. Dims of size 1 are never split."""
-    before, after = map(_Side, _in_groups(call.ins[0].shape, call.outs[0].shape))
+    shapes = call.ins[0].shape, call.outs[0].shape
+    # a microbatch that is planned may have a part of a group
+    even = math.prod(call.ins[0].sizes) == math.prod(call.outs[0].sizes)
+    before, after = map(_Side, _in_groups(*shapes) if even else shapes)
     fresh = (f"f{i}" for i in itertools.count())
     while before.open and after.open:
         shared = _shared(before.rest, after.rest)

@@ -3,6 +3,7 @@ microbatches have whole groups."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autopar.api import compile
 from autopar.capture import capture
-from autopar.errors import PlanError, RunError
+from autopar.errors import InfeasibleError, PlanError, RunError
 from autopar.plan import Plan
 from autopar.verify import case_of, verify
 from tests.helpers.ranks import living
@@ -110,3 +112,19 @@ def test_microbatches_without_a_whole_group_are_refused_when_planned() -> None:
         PlanError, match=r"one microbatch, fewer microbatches or a larger batch, if these are groups of s"
     ):
         by_stages(subject(), (1,), "single", 2, 4, "1f1b")
+
+
+@pytest.mark.parametrize(("samples", "ranks", "recipe"), [(16, 4, "1f1b"), (8, 2, "1f1b"), (8, 4, None)])
+def test_plans_have_whole_groups_in_each_microbatch(samples: int, ranks: int, recipe: str | None) -> None:
+    """Microbatches of half a group were planned, and the search ended with an error of a rule."""
+    made = compile(Policy(), f"cpu:1x{ranks}", batch(samples), recipe=recipe, time_limit_s=20.0).plan
+    parts = made.microbatches * math.prod(made.mesh)
+    assert recipe is None or (made.pipelined and samples // GROUP % parts == 0), (made.mesh, made.microbatches)
+    who = subject()
+    report = verify(case_of(who.captured, made, who.weights, batch(samples)), ranks=living(made.ranks))
+    assert report.ok, (report.first, report.worst)
+
+
+def test_too_few_groups_for_a_pipeline_are_told() -> None:
+    with pytest.raises(InfeasibleError, match="no way to lay"):
+        compile(Policy(), "cpu:1x4", batch(8), recipe="1f1b", mesh=(2,))

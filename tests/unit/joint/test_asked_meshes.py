@@ -107,7 +107,8 @@ def test_an_axis_of_size_one_changes_nothing() -> None:
         (
             1,
             None,
-            r"no way to lay \d+ pieces and a batch of 1 on 4 devices \(a batch of one sample has no microbatches\)$",
+            r"no way to lay \d+ pieces and a batch of 1 on 4 devices \(a batch of one sample, or of one group of them, "
+            r"has no microbatches\)$",
         ),
     ],
 )

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import local_of, wrap_like
 from autopar.errors import RunError
 from autopar.optimizers import OPTIMIZERS
+from autopar.runtime import other_state
 from autopar.runtime.checkpoint import at_rest, unsection
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import Held
@@ -68,6 +69,7 @@ def optimizer_state_dict(
         lambda value, h: (
             unsection(local_of(value), h, mesh) if h.info.sectioned and isinstance(value, DTensor) else value
         ),
+        lambda key, value, h: other_state.saved(key, value, h, mesh),
     )
 
 
@@ -91,7 +93,9 @@ def _unstepped(
     weights) are not called. Afterwards the optimizer is as before."""
     own = vars(optimizer).pop("step", None)  # that of a scheduler
     # torch calls hooks around it
-    vars(optimizer)["step"] = partial(getattr(type(optimizer).step, "__wrapped__", type(optimizer).step), optimizer)
+    step = partial(getattr(type(optimizer).step, "__wrapped__", type(optimizer).step), optimizer)
+    # torch gives a closure, which an optimizer of one's own need not take
+    vars(optimizer)["step"] = step if "closure" in inspect.signature(step).parameters else lambda closure: step()
     state, groups, gradients = dict(optimizer.state), optimizer.param_groups, {param: param.grad for param in params}
     optimizer.state.clear()
     optimizer.param_groups = [
@@ -202,7 +206,12 @@ def load_optimizer_state_dict(
         _check_complete(model, optimizer, state["state"], groups)
     there = {name: state["state"][name] for group in groups for name in group["params"] if name in state["state"]}
     optimizer.load_state_dict(
-        _mapped({"state": there, "param_groups": groups}, held, lambda value, h: _own_part(value, h, mesh))
+        _mapped(
+            {"state": there, "param_groups": groups},
+            held,
+            lambda value, h: _own_part(value, h, mesh),
+            lambda key, value, h: other_state.loaded(key, value, h, mesh),
+        )
     )
     _begin(optimizer)
 
@@ -310,16 +319,22 @@ def _check_state(state: Any) -> None:
 
 
 @torch.no_grad()
-def _mapped(state: Mapping[str, Any], held: Mapping[str, Held], change: Callable[[Tensor, Held], Tensor]) -> State:
-    """`state` with `change` applied to its tensors that are shaped as their parameter. Counters (`_counters`) of a
-    parameter without dims (the scale of logits) have that shape too, and are not changed."""
+def _mapped(
+    state: Mapping[str, Any],
+    held: Mapping[str, Held],
+    change: Callable[[Tensor, Held], Tensor],
+    change_other: Callable[[str, Tensor, Held], Tensor],
+) -> State:
+    """`state` with `change` applied to its tensors that are shaped as their parameter, and `change_other` to all
+    others. Counters (`_counters`) of a parameter without dims (the scale of logits) have that shape too, and are
+    others."""
     counters = _counters(state, held)
 
     def changed(key: str, value: Any, h: Held) -> Any:
-        like_parameter = (
-            isinstance(value, Tensor) and tuple(value.shape) == h.info.shape and (value.dim() or key not in counters)
-        )
-        return change(value, h) if like_parameter else value
+        if not isinstance(value, Tensor):
+            return value
+        like_parameter = tuple(value.shape) == h.info.shape and (value.dim() or key not in counters)
+        return change(value, h) if like_parameter else change_other(key, value, h)
 
     found = {
         name: {key: changed(key, value, held[name]) for key, value in values.items()} if name in held else values

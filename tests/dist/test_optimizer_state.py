@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import autopar
 from autopar._torch import local_of
 from autopar.errors import RunError
-from tests.dist.test_checkpoints import BATCH, Scaled, Unused
+from tests.dist.test_checkpoints import BATCH, PLANS, Emitted, Scaled, Unused, emitted
 from tests.helpers.ranks import on_ranks
 
 
@@ -84,3 +87,79 @@ def test_what_one_device_saved_of_its_optimizer_is_loaded(recipe: str, size: int
     """Whole tensors: they were left as they were, and no step can work with them beside DTensors."""
     for off in on_ranks(size, _from_one_device, recipe, size):
         assert max(float(each.abs().max()) for each in off.values()) < 1e-6
+
+
+class Means(torch.optim.Optimizer):
+    """Its state is not shaped as parameters: averages of gradients over columns and over rows. `step` takes no
+    closure."""
+
+    def __init__(self, params: object) -> None:
+        super().__init__(params, {"lr": 1e-2})  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, size = self.state[p], p.grad.abs()
+                state["rows"] = state.get("rows", 0) / 2 + (size.mean(1, keepdim=True) if p.dim() > 1 else size)
+                state["columns"] = state.get("columns", 0) / 2 + size.mean(0)
+                p.add_(p.grad / (state["rows"] + state["columns"] + 1e-3), alpha=-group["lr"])
+
+
+def _steps(what: Emitted, folder: str, *, save: bool, load: bool) -> dict[str, Tensor]:
+    """One rank: parameters after three steps. With `save` there is only the first one, which is left in `folder`; with
+    `load` only the others, behind what is there."""
+    module = what[1].build(what[0])
+    batch, made = module.shard_batch(**what[1].batch), Means(module.parameters())
+    if not load:
+        module.train_step(*batch)
+        made.step()
+        module.zero_grad()
+    state = {"model": module.state_dict(), "optimizer": module.optimizer_state_dict(made)}
+    if save:
+        dcp.save(state, checkpoint_id=folder)
+        return {}
+    if load:
+        dcp.load(state, checkpoint_id=folder)
+        module.load_state_dict(state["model"])
+        module.load_optimizer_state_dict(made, state["optimizer"])
+    for _ in range(2):
+        module.train_step(*batch)
+        made.step()
+    return module.full_state_dict()
+
+
+@pytest.mark.parametrize(("first", "then"), [("tp on 4", "zero3 on 3"), ("zero3 on 3", "tp on 4")])
+def test_state_of_other_shapes_goes_on_under_another_plan(first: str, then: str, tmp_path: Path) -> None:
+    """Rows of a weight that rests in sections were saved in its order and read in the model's, in silence; sums over
+    ranks were an error of torch's, and so was a step without a closure."""
+    one, other, alone = (emitted(*how) for how in (PLANS[first], PLANS[then], ((1,), "ddp")))
+    folder = str(tmp_path / "saved")
+    (wanted,) = on_ranks(1, functools.partial(_steps, save=False, load=False), alone, folder)
+    on_ranks(one[1].plan.ranks, functools.partial(_steps, save=True, load=False), one, folder)
+    for got in on_ranks(other[1].plan.ranks, functools.partial(_steps, save=False, load=True), other, folder):
+        for name, value in got.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _unsaved(what: Emitted) -> list[str]:
+    """One rank: what is said of state that a checkpoint would have wrong."""
+    module = what[1].build(what[0])
+    made, said = Means(module.parameters()), []
+    module.train_step(*module.shard_batch(**what[1].batch))
+    made.step()
+    for change in (lambda p: torch.zeros_like(local_of(p)), lambda p: p @ p.mT):
+        name, param = next((n, p) for n, p in module.named_parameters() if module.declared()[n].sectioned)
+        with torch.no_grad():
+            made.state[param]["more"] = change(param)
+        with pytest.raises(RunError) as error:
+            module.optimizer_state_dict(made)
+        said.append(str(error.value).replace(name, "NAME"))
+    return said
+
+
+def test_state_that_a_checkpoint_would_have_wrong_is_refused() -> None:
+    what = emitted(*PLANS["tp on 4"])
+    for part, product in on_ranks(4, _unsaved, what):
+        assert "state 'more' of NAME is a plain tensor of this rank's part" in part
+        assert "its rows in another order than the model's" in product

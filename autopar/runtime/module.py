@@ -19,6 +19,7 @@ from autopar._torch import wrap_like
 from autopar.errors import RunError
 from autopar.layout import is_partial, parse, show
 from autopar.runtime import all_at_once, batch, checkpoint, host_state, loaders, norms, regather, rng
+from autopar.runtime.assigned_data import AssignedData
 from autopar.runtime.batch_sizes import BatchSizes, step_state
 from autopar.runtime.declare import Declarations
 from autopar.runtime.first_order import check_trains
@@ -77,11 +78,13 @@ class ShardedModule(ModuleState):
         self._names = declarations.names(aliases, self.ORDER, elsewhere)
         self._held = declarations.register(self, aliases, self._names, self.MESH)
         self._tree = Tree(self, self._held, aliases, self.MESH)
+        self._assigned_data = AssignedData(self._held)
         self._narrow = is_narrow(self.declared().values())
         self._watch()
         host_state.install(self)
         all_at_once.install(self)
         checkpoint.install(self, self._held, aliases, self.MESH, elsewhere)
+        self.register_state_dict_pre_hook(lambda module, prefix, keep_vars: module._assigned_data.check())
 
     def _scopes(self) -> Sequence[Scope]:
         """The scopes that run on this rank: the model itself, or its stages here."""
@@ -154,6 +157,7 @@ class ShardedModule(ModuleState):
         batch.without_autocast(self.MESH)
         self.MESH.check_met(self._met)
         self._tree.check()
+        self._assigned_data.check()
         inputs = batch.bind(self.INPUTS, args, kwargs, self.FIXED, self.NESTED)
         if torch.is_grad_enabled():
             batch.without_gradient(self.INPUTS, inputs)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from autopar._torch import local_of
 from autopar.errors import RunError
 from autopar.runtime import checkpoint, optimizer_state
+from autopar.runtime.assigned_data import AssignedData
 from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import Held, grad_at_rest
@@ -27,6 +28,7 @@ class ModuleState(Scope):
     _held: dict[str, Held]
     _names: Sequence[str]
     _constant: dict[str, None]
+    _assigned_data: AssignedData
     rng: Rng
 
     def constant_names(self) -> list[str]:
@@ -80,6 +82,7 @@ class ModuleState(Scope):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole parameters and buffers under original names and in their order, on the CPU of every rank; a collective
         operation."""
+        self._assigned_data.check()
         found = checkpoint.full_state_dict(self._held.values(), self.ALIASES, self.MESH)
         return {name: found[name] for name in self._names if name in found}
 

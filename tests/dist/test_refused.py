@@ -235,20 +235,6 @@ def test_hooks_of_the_whole_module(recipe: str, why: str, calls: int) -> None:
             assert wrong.startswith(why) and bool(wrong) == bool(why) and called == calls, name
 
 
-def _data() -> tuple[bool, bool]:
-    weight = next(compiled("zero3")[0].parameters())
-    before = weight.detach().full_tensor().clone()  # type: ignore[attr-defined]  # a DTensor
-    weight.data = weight.detach() * 2
-    assigned = torch.equal(weight.detach().full_tensor(), before)  # type: ignore[attr-defined]
-    weight.data.copy_(weight.detach() * 2)
-    return assigned, torch.equal(weight.detach().full_tensor(), before * 2)  # type: ignore[attr-defined]
-
-
-def test_data_of_parameters_is_changed_in_place_only() -> None:
-    """When this fails, torch heeds assignments too: say so in docs/training.md."""
-    assert on_ranks(2, _data) == 2 * [(True, True)]
-
-
 class Several(Model):
     """Beside its loss: another one, a number that is only looked at, and what the loss is made of."""
 

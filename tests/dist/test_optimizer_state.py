@@ -10,13 +10,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import autopar
 from autopar._torch import local_of
 from autopar.errors import RunError
-from tests.dist.test_checkpoints import BATCH, PLANS, Emitted, Scaled, Unused, emitted
+from autopar.frontend import load
+from tests.dist.test_checkpoints import BATCH, MODEL, PLANS, Emitted, Scaled, Unused, alone, emitted, optimizer, save
 from tests.helpers.ranks import on_ranks
+from tests.helpers.verify import spec
 
 
 def _lacking() -> None:
@@ -163,3 +166,20 @@ def test_state_that_a_checkpoint_would_have_wrong_is_refused() -> None:
     for part, product in on_ranks(4, _unsaved, what):
         assert "state 'more' of NAME is a plain tensor of this rank's part" in part
         assert "its rows in another order than the model's" in product
+
+
+@pytest.mark.parametrize("how", ["tp on 4", "pp2 x zero1"])
+def test_one_device_goes_on_from_a_checkpoint_of_ranks(how: str, tmp_path: Path) -> None:
+    """As docs/training.md says: one file of it, by torch's functions alone."""
+    what, file = emitted(*PLANS[how]), str(tmp_path / "one.pt")
+    on_ranks(what[1].plan.ranks, save, what, str(tmp_path / "saved"))
+    dcp_to_torch_save(tmp_path / "saved", file)
+    saved = torch.load(file)
+    plain = load(spec(MODEL), batch=BATCH, seq=8, device="cpu", train=True, labels=True).model.double()
+    plain.load_state_dict(saved["model"])
+    step = optimizer(plain.parameters())
+    set_optimizer_state_dict(plain, step, saved["optimizer"])
+    plain(**what[1].batch)[0].backward()
+    step.step()
+    for name, wanted in alone(2).items():
+        torch.testing.assert_close(plain.get_parameter(name).detach(), wanted, rtol=1e-9, atol=1e-9)

@@ -18,6 +18,31 @@ from tests.helpers.ranks import living
 from tests.helpers.verify import Subject, by_chance, by_recipe, by_stages, subject
 
 STEPS = 3
+
+
+class Lamb(optim.Optimizer):
+    """As users write it: branches on norms of single parameters, which they keep, and a step without a closure."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["first"], state["second"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["first"].mul_(0.9).add_(p.grad, alpha=0.1)
+                state["second"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+                update = state["first"] / (state["second"].sqrt() + 1e-3)
+                weight, length = p.norm(), update.pow(2).sum().sqrt()
+                state["trust"] = 1.0 if weight == 0 or length == 0 else weight / length
+                p.add_(update * state["trust"], alpha=-group["lr"])
+
+
 MADE: dict[str, Callable[[Iterable[nn.Parameter]], optim.Optimizer]] = {
     "SGD": lambda p: optim.SGD(p, 1e-2, momentum=0.9, nesterov=True, weight_decay=0.01),
     "SGD of lists": lambda p: optim.SGD(p, 1e-2, momentum=0.9, foreach=True),
@@ -33,6 +58,7 @@ MADE: dict[str, Callable[[Iterable[nn.Parameter]], optim.Optimizer]] = {
     "RMSprop": lambda p: optim.RMSprop(p, 1e-3, centered=True, momentum=0.5),
     "ASGD": lambda p: optim.ASGD(p, 1e-2),
     "Muon": lambda p: optim.Muon([x for x in p if x.ndim == 2], 1e-2),
+    "LAMB of one's own": Lamb,
 }
 REFUSED: dict[str, tuple[Callable[[Iterable[nn.Parameter]], optim.Optimizer], str]] = {
     "Adafactor": (

@@ -21,6 +21,7 @@ from autopar.cluster import Cluster
 from autopar.compiled import Compiled
 from autopar.garbage import seldom
 from autopar.plan import Plan
+from autopar.runtime import old_parameters
 from autopar.runtime.shared_results import done_by, together
 from autopar.timer import TIME_LIMIT_S
 
@@ -187,6 +188,8 @@ def compile(
     chosen.check(captured.graph_hash, laid_out(captured.gm, captured.hints, training=mode == "train"))
     captured = captured.parted(chosen.parted)
     bundle = Bundle(chosen, emit(captured.gm, chosen, Names.of(captured)), captured.constants)
+    if together():
+        old_parameters.watch(model.parameters())
     weights = None if any(p.is_meta for p in model.parameters()) else own_state(model)
     return Compiled(bundle, weights, captured, made)
 

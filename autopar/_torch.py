@@ -58,6 +58,18 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def before_numbers(check: Callable[[DTensor], None]) -> None:
+    """Call `check` with each DTensor of which a number is asked (`item()`, `float()`, `bool()`), which is that of its
+    local part whatever its placements. DTensor has a table of operators that are handled otherwise, without a public
+    name."""
+
+    def number(operator: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        check(args[0])
+        return operator(local_of(args[0]))
+
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = number
+
+
 def wrap_like(local: Tensor, like: Tensor) -> Tensor:
     """`local` as a DTensor with the mesh, placements and global shape of `like`; as it is where `like` is plain.
 

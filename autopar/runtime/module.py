@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from autopar._torch import wrap_like
 from autopar.errors import RunError
 from autopar.layout import is_partial, parse, show
-from autopar.runtime import all_at_once, batch, checkpoint, host_state, loaders, norms, regather, rng
+from autopar.runtime import all_at_once, batch, checkpoint, host_state, loaders, norms, partial_numbers, regather, rng
 from autopar.runtime.assigned_data import AssignedData
 from autopar.runtime.batch_sizes import BatchSizes, step_state
 from autopar.runtime.declare import Declarations
@@ -81,6 +81,7 @@ class ShardedModule(ModuleState):
         self._assigned_data = AssignedData(self._held)
         self._narrow = is_narrow(self.declared().values())
         self._watch()
+        partial_numbers.watch(self.MESH.device_mesh)
         host_state.install(self)
         all_at_once.install(self)
         checkpoint.install(self, self._held, aliases, self.MESH, elsewhere)

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -163,7 +164,9 @@ def at_rest(value: Tensor, h: Held, mesh: Mesh) -> Tensor:
         if tuple(value.shape) != h.info.shape:
             return value  # load_state_dict reports it with all the others
         local = own(value, h.info.entries, mesh.sizes, mesh.coord).contiguous().to(h.local.device)
-    elif h.info.sectioned:
+        return distribute(local, h.info.shape, h.info.entries, mesh)
+    _check_own(value, h)
+    if h.info.sectioned:
         wanted = distribute(torch.empty_like(h.local), h.info.shape, plain(h.info.entries), mesh)
         assert isinstance(wanted, DTensor), "a mesh with DTensor parameters has a device mesh"
         if value.device_mesh != wanted.device_mesh:
@@ -182,3 +185,17 @@ def at_rest(value: Tensor, h: Held, mesh: Mesh) -> Tensor:
     else:
         return value
     return distribute(local, h.info.shape, h.info.entries, mesh)
+
+
+def _check_own(value: DTensor, h: Held) -> None:
+    """Raise RunError where `value` is cut and the part of another rank, from a file that this one wrote: what is read
+    from it says where the rank was that wrote it, and torch takes it for this rank's part."""
+    at, ranks = value.device_mesh.get_coordinate(), value.device_mesh.mesh
+    here = (ranks == dist.get_rank()).nonzero().tolist()
+    cut = [axis for axis, placement in enumerate(value.placements) if placement.is_shard()]
+    if at and here and any(at[axis] != here[0][axis] for axis in cut):
+        raise RunError(
+            f"{h.name}: what is loaded is the part of rank {int(ranks[tuple(at)])}, and this is rank "
+            f"{dist.get_rank()}. torch.save of state_dict() on one rank saves that rank's part alone: save "
+            "model.full_state_dict(), called on all ranks, for load_full, or use torch.distributed.checkpoint"
+        )

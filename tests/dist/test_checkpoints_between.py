@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import autopar
+from autopar.errors import RunError
 from tests.dist.test_checkpoints import Unused
 from tests.helpers.ranks import on_new_ranks, on_ranks
 
@@ -103,3 +104,39 @@ def _in_the_background(folder: str, recipe: str) -> list[bool]:
 @pytest.mark.parametrize("recipe", ["zero3", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_a_checkpoint_in_the_background_is_of_when_it_was_asked_for(recipe: str, tmp_path: Path) -> None:
     assert on_new_ranks(2, _in_the_background, str(tmp_path / "saved"), recipe) == [[True, True]] * 2
+
+
+def _of_one_rank(recipe: str, folder: str) -> list[str]:
+    """One rank: what is said of what rank 0 saved of its own, and whether what each saved for itself is taken."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    compiled = autopar.compile(Unused(), "cpu:1x2", (x,), recipe=recipe, time_limit_s=5.0)
+    step = torch.optim.AdamW(compiled.parameters(), 1e-2)
+    compiled.train_step(*compiled.shard_batch(x))
+    step.step()
+    whole, messages = compiled.full_state_dict(), []
+    torch.save((compiled.state_dict(), compiled.optimizer_state_dict(step)), f"{folder}/{dist.get_rank()}.pt")
+    dist.barrier()
+    for rank in (0, dist.get_rank()):
+        weights, moments = torch.load(f"{folder}/{rank}.pt")
+        for call in (
+            lambda w=weights: compiled.load_state_dict(w),
+            lambda m=moments: compiled.load_optimizer_state_dict(step, m),
+        ):
+            try:
+                call()
+                messages.append("")
+            except RunError as error:
+                messages.append(str(error))
+        assert all(torch.equal(value, whole[name]) for name, value in compiled.full_state_dict().items())
+    return messages
+
+
+@pytest.mark.parametrize("recipe", ["zero3", "ddp"])
+def test_the_part_of_another_rank_is_no_checkpoint(recipe: str, tmp_path: Path) -> None:
+    """What rank 0 saves by torch.save(state_dict()) was loaded on all ranks, each of which had rank 0's rows then, in
+    silence. Where all rest whole it is right."""
+    first, second = on_ranks(2, _of_one_rank, recipe, str(tmp_path))
+    assert first == [""] * 4 and second[2:] == ["", ""]
+    for text in second[:2]:
+        assert ("is the part of rank 0, and this is rank 1. torch.save" in text) == (recipe == "zero3")

@@ -67,7 +67,8 @@ def before_numbers(check: Callable[[DTensor], None]) -> None:
         check(args[0])
         return operator(local_of(args[0]))
 
-    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = number
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = number
 
 
 def wrap_like(local: Tensor, like: Tensor) -> Tensor:

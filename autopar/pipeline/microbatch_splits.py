@@ -1,5 +1,5 @@
 """Which option each operator takes on the axis of microbatches (pipeline.microbatches): samples are split, with as few
-changes of layout as possible. A small Problem, solved by `ilp`. Called by autopar.joint and autopar.predict."""
+changes of layout as possible. A small Problem, solved by `ilp`. Called by autopar.joint."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Builds the Problem of one mesh from a Program and prices, and decodes its solutions. Called by the planner, by
-autopar.joint and by autopar.predict.
+"""Builds the Problem of one mesh from a Program and prices, and decodes its solutions. Called by the planner
+and by autopar.joint.
 
     clusters of Ops become nodes; a node's choices are its joint options, one per axis (product over the axes);
     a value with readers outside its cluster becomes a net; parameters are clusters that never move.

@@ -39,7 +39,8 @@ class Settings:
         in_a_row           the experts of a token are neighbours
         offload            one of OFFLOADED
 
-    Emitted programs have the defaults of `fused` to `in_a_row`; others describe other software (autopar.predict).
+    Emitted programs have the defaults of `fused` to `in_a_row`; others describe other software (benchmarks of the
+    cost model).
     """
 
     mode: str = "train"

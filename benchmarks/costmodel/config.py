@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from autopar.predict import Layers
+from benchmarks.costmodel.predict import Layers
 
 
 @dataclass(frozen=True)

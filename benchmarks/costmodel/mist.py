@@ -11,8 +11,8 @@ import yaml
 
 from autopar.cluster import Cluster, Protocol
 from autopar.memory import Habits
-from autopar.predict import Setup, Software
 from benchmarks.costmodel.config import Config
+from benchmarks.costmodel.predict import Setup, Software
 from benchmarks.costmodel.rows import Loaded, Peak, Row
 from benchmarks.costmodel.software import PYTORCH
 from benchmarks.costmodel.tables import ERRORS, positive

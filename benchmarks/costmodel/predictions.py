@@ -10,8 +10,8 @@ import torch
 from autopar.capture import capture
 from autopar.memory import Habits
 from autopar.memory import Prediction as Held
-from autopar.predict import Decided, Place, Prediction, Setup, decide, peak, predict
 from benchmarks.costmodel.config import Config
+from benchmarks.costmodel.predict import Decided, Place, Prediction, Setup, decide, peak, predict
 from benchmarks.costmodel.rows import Row
 from benchmarks.costmodel.transformer import Transformer
 

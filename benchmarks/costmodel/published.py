@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autopar.predict import Setup, Software
 from benchmarks.costmodel.config import Config, Latent
 from benchmarks.costmodel.devices import cluster_of
 from benchmarks.costmodel.graphs import graphs
+from benchmarks.costmodel.predict import Setup, Software
 from benchmarks.costmodel.ranks import FORWARDS_FIRST, Ranks
 from benchmarks.costmodel.reruns import Rerun
 from benchmarks.costmodel.rows import Loaded, Peak, Row

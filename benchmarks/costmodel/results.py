@@ -11,8 +11,8 @@ from typing import Any
 from tabulate import tabulate
 
 from autopar.memory import Prediction as Held
-from autopar.predict import Prediction
 from benchmarks.costmodel.metrics import kendall, mean, regret, relative_error
+from benchmarks.costmodel.predict import Prediction
 from benchmarks.costmodel.rows import KINDS, Peak, Row
 
 BEYOND = 0.35

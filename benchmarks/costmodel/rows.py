@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autopar.cluster import Cluster
-from autopar.predict import Setup
 from benchmarks.costmodel.config import Config
+from benchmarks.costmodel.predict import Setup
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.memory import Habits
-from autopar.predict import Software
+from benchmarks.costmodel.predict import Software
 
 
 @dataclass(frozen=True)

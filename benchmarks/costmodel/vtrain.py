@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from autopar.cluster import Cluster
-from autopar.predict import Setup, Software
 from benchmarks.costmodel.config import Config
+from benchmarks.costmodel.predict import Setup, Software
 from benchmarks.costmodel.rows import Loaded, Row
 from benchmarks.costmodel.tables import Line, Refused, count, positive, rows_of
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.predict import Software
 from benchmarks.costmodel import published, vtrain
 from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.data import load
 from benchmarks.costmodel.halves import in_half
 from benchmarks.costmodel.networks import network_bytes_s
+from benchmarks.costmodel.predict import Software
 from benchmarks.costmodel.predictions import captured
 from benchmarks.costmodel.rows import Peak
 from benchmarks.costmodel.software import IN_4_BITS_BYTES

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.cluster import Cluster
-from autopar.predict import Setup
 from benchmarks.cost_model import predicted
 from benchmarks.costmodel.config import Config
+from benchmarks.costmodel.predict import Setup
 from benchmarks.costmodel.rows import Loaded, Peak, Row
 
 SIZES = Config(vocab=1024, positions=64, layers=4, heads=4, kv_heads=4, head_dim=16, hidden=64, ffn=256)

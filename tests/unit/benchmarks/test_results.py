@@ -11,8 +11,8 @@ from autopar.cluster import Cluster
 from autopar.memory import Entry
 from autopar.memory import Place as Held
 from autopar.memory import Prediction as Prediction_
-from autopar.predict import Prediction, Setup
 from benchmarks.costmodel.config import Config
+from benchmarks.costmodel.predict import Prediction, Setup
 from benchmarks.costmodel.results import (
     Result,
     as_json,

@@ -17,7 +17,6 @@ from autopar.joint.search_context import SearchContext
 from autopar.joint.spaces import Space
 from autopar.joint.timetables import Kind
 from autopar.plan import Plan
-from autopar.predict.axes import resting
 from autopar.problem.settings import Settings
 from autopar.recipes import roles
 from autopar.request import Request
@@ -26,6 +25,7 @@ from autopar.simulate import simulate
 from autopar.simulate.pieces import Piece, Pieces
 from autopar.simulate.rank import Rank
 from autopar.simulate.stages import Stages
+from benchmarks.costmodel.predict.axes import resting
 
 CLOSE = 0.03
 BATCH = 64

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.planner import Planner
-from autopar.predict.axes import Axis
-from autopar.predict.refused import check_cut
 from autopar.problem.build import Decisions, build
 from autopar.problem.prices import Prices
 from autopar.search import ilp
+from benchmarks.costmodel.predict.axes import Axis
+from benchmarks.costmodel.predict.refused import check_cut
 
 LAYOUT_SOLVE_S = 5.0
 """Seconds at most of the search for the layouts that are left open."""

@@ -12,9 +12,9 @@ from torch import fx
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.memory import Habits, Prediction, predict
-from autopar.predict import Setup, Software, peak
-from autopar.predict.given import Given, given_plan
 from benchmarks.costmodel.config import Config
+from benchmarks.costmodel.predict import Setup, Software, peak
+from benchmarks.costmodel.predict.given import Given, given_plan
 from benchmarks.costmodel.predictions import captured
 
 SIZES = Config(

@@ -19,10 +19,10 @@ from autopar.cost.comm import collective_s
 from autopar.errors import PlanError
 from autopar.pipeline.makespan import step_s
 from autopar.pipeline.orders import Action, StageTime, orders
-from autopar.predict.owners import Owners, between, line
-from autopar.predict.place import Place, UnitTime
-from autopar.predict.setup import APART, WHOLE, Setup
 from autopar.problem.prices import OVERLAP
+from benchmarks.costmodel.predict.owners import Owners, between, line
+from benchmarks.costmodel.predict.place import Place, UnitTime
+from benchmarks.costmodel.predict.setup import APART, WHOLE, Setup
 
 ROUNDING = 3.0
 """Exponent n of the smooth maximum (host^n + device^n)^(1/n)."""

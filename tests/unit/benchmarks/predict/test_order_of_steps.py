@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autopar.cluster import Cluster
 from autopar.pipeline.units import Unit
-from autopar.predict import Place, Setup, Software, UnitTime, predict, step
+from benchmarks.costmodel.predict import Place, Setup, Software, UnitTime, predict, step
 from tests.helpers.examples import examples
 
 CLUSTER = Cluster.parse("h100:8x8")

@@ -10,9 +10,9 @@ from autopar.cluster import Cluster
 from autopar.cost.comm import collective_s
 from autopar.errors import PlanError
 from autopar.pipeline.units import Unit
-from autopar.predict import Layers, Place, Prediction, Setup, Software, UnitTime, predict
-from autopar.predict.owners import Owners, between, line
-from autopar.predict.step import largest_of
+from benchmarks.costmodel.predict import Layers, Place, Prediction, Setup, Software, UnitTime, predict
+from benchmarks.costmodel.predict.owners import Owners, between, line
+from benchmarks.costmodel.predict.step import largest_of
 
 CLUSTER = Cluster.parse("a100-80:4x8")
 PLACE = Place(

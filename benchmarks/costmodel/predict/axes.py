@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from autopar.predict.setup import Setup
 from autopar.problem.clusters import Allow
 from autopar.problem.graph import ATTENTION, Op, Program
 from autopar.problem.kernels import multiplies
@@ -22,6 +21,7 @@ from autopar.recipes import roles, sequence
 from autopar.recipes.kinds import PARTIAL, REPLICATE, cuts_sequence, kind
 from autopar.recipes.roles import Role
 from autopar.rules.language import Option
+from benchmarks.costmodel.predict.setup import Setup
 from passes import facts, ops
 
 RESTS: dict[int, Role] = {0: roles.data, 1: roles.zero1, 2: roles.zero2, 3: roles.zero3}

@@ -21,11 +21,6 @@ from autopar.errors import PlanError
 from autopar.layout import Layout, most_elements
 from autopar.pipeline.units import Unit, homes, units
 from autopar.planner import Planner
-from autopar.predict.axes import PARTS, axes, kept_operators, stacked
-from autopar.predict.layouts import fastest_layouts
-from autopar.predict.owners import line
-from autopar.predict.setup import WHOLE, Setup, Software
-from autopar.predict.sizes import sizes
 from autopar.problem.build import Decisions
 from autopar.problem.graph import Op
 from autopar.problem.prices import Prices
@@ -34,6 +29,11 @@ from autopar.problem.settings import Settings
 from autopar.problem.step_shares import ForwardPrices
 from autopar.problem.traffic import tensor_bytes
 from autopar.request import Request
+from benchmarks.costmodel.predict.axes import PARTS, axes, kept_operators, stacked
+from benchmarks.costmodel.predict.layouts import fastest_layouts
+from benchmarks.costmodel.predict.owners import line
+from benchmarks.costmodel.predict.setup import WHOLE, Setup, Software
+from benchmarks.costmodel.predict.sizes import sizes
 from passes import ops
 
 

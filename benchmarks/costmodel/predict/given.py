@@ -17,14 +17,14 @@ from autopar.pipeline.microbatch_splits import sharing
 from autopar.pipeline.units import units
 from autopar.plan import Plan
 from autopar.planner import Planner
-from autopar.predict.axes import axes, rerun_levels
-from autopar.predict.layouts import fastest_layouts
-from autopar.predict.setup import Setup
-from autopar.predict.sizes import sizes
 from autopar.problem.graph import Program
 from autopar.problem.prices import Prices
 from autopar.problem.settings import Settings
 from autopar.request import Request
+from benchmarks.costmodel.predict.axes import axes, rerun_levels
+from benchmarks.costmodel.predict.layouts import fastest_layouts
+from benchmarks.costmodel.predict.setup import Setup
+from benchmarks.costmodel.predict.sizes import sizes
 
 ROUNDS = 3
 """With so many microbatches per place an interleaved pipeline is full: more of them keep no more in flight."""

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
-from autopar.predict.axes import Axis, in_attention
 from autopar.problem.build import Decisions
 from autopar.problem.graph import Op, Program
 from autopar.recipes.kinds import REPLICATE, SAMPLE, kind
+from benchmarks.costmodel.predict.axes import Axis, in_attention
 from passes import ops
 
 WANTED = {

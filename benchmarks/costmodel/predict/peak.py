@@ -8,8 +8,8 @@ from torch import fx
 
 from autopar.cluster import Cluster
 from autopar.memory import Prediction, predict
-from autopar.predict.given import given_plan
-from autopar.predict.setup import Setup
+from benchmarks.costmodel.predict.given import given_plan
+from benchmarks.costmodel.predict.setup import Setup
 
 POLICY = "bf16"
 """Mixed precision: computed in 16 bits, with masters and optimizer state of 32. float16 takes as many bytes as

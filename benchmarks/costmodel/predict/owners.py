@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster, MeshAxis, Span
-from autopar.predict.setup import Setup
+from benchmarks.costmodel.predict.setup import Setup
 
 
 def line(cluster: Cluster, inner: int, size: int) -> MeshAxis:

@@ -11,10 +11,10 @@ configuration leaves open.
                 software that runs it
 """
 
-from autopar.predict.peak import peak
-from autopar.predict.place import Decided, Place, UnitTime, decide, price
-from autopar.predict.setup import Setup, Software
-from autopar.predict.step import Layers, Prediction, predict
+from benchmarks.costmodel.predict.peak import peak
+from benchmarks.costmodel.predict.place import Decided, Place, UnitTime, decide, price
+from benchmarks.costmodel.predict.setup import Setup, Software
+from benchmarks.costmodel.predict.step import Layers, Prediction, predict
 
 __all__ = [
     "Decided",

@@ -18,13 +18,13 @@ from autopar._torch import Watch
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.layout import most_elements
-from autopar.predict import decide, peak, price
-from autopar.predict.axes import PARTS, in_attention, kept_operators, rerun_levels, stacked
-from autopar.predict.setup import Setup, Software
 from autopar.problem.kernels import multiplies
 from autopar.problem.read_graph import read
 from autopar.problem.rerun import rerun
 from benchmarks.costmodel.config import Config
+from benchmarks.costmodel.predict import decide, peak, price
+from benchmarks.costmodel.predict.axes import PARTS, in_attention, kept_operators, rerun_levels, stacked
+from benchmarks.costmodel.predict.setup import Setup, Software
 from benchmarks.costmodel.predictions import captured
 from benchmarks.costmodel.transformer import Block
 from passes import ops

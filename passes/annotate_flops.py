@@ -133,9 +133,7 @@ def _cross(node: fx.Node) -> Size:
 
 
 FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
-    aten.addmm.default: _matmul_added,
     aten.addmv.default: _matmul_added,
-    aten.baddbmm.default: _matmul_added,
     aten.bmm.default: _matmul,
     aten.conv1d.default: _convolution,
     aten.conv1d.padding: _convolution,
@@ -156,7 +154,6 @@ FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
     ops.grouped_matmul: _matmul,
     aten.matmul.default: _matmul,
     aten.matrix_power.default: _power,
-    aten.mm.default: _matmul,
     aten.mv.default: _matmul,
     aten.scaled_dot_product_attention.default: _attention,
     aten.vdot.default: _matmul,
@@ -166,7 +163,7 @@ FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
 """Operators that are products -> FLOPs of the forward."""
 
 FACTORS: dict[Any, tuple[int, ...]] = {
-    **dict.fromkeys((aten.addmm.default, aten.addmv.default, aten.baddbmm.default), (1, 2)),
+    aten.addmv.default: (1, 2),
     **dict.fromkeys((aten.linalg_matrix_power.default, aten.matrix_power.default), (0, 0)),
     ops.experts: (0, 3),
 }

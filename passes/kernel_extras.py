@@ -49,11 +49,6 @@ def _groups(node: fx.Node) -> Size:
     return 2 * STATISTIC_BYTES * _shape(node)[0] * edit.args_of(node)["num_groups"]
 
 
-def _channels(node: fx.Node) -> Size:
-    """Mean and deviation per channel, where those of the batch are used."""
-    return 2 * STATISTIC_BYTES * _shape(node)[1] if edit.args_of(node)["training"] else 0
-
-
 def _channels_of_samples(node: fx.Node) -> Size:
     """Mean and deviation per sample and channel; and copies per sample of the weight and of running statistics, because
     the kernel treats sample and channel as one dim of channels."""
@@ -232,7 +227,6 @@ def _along(node: fx.Node) -> int:
 
 BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
     aten._weight_norm.default: _second,
-    aten.batch_norm.default: _channels,
     aten.dropout.default: _elements(1),  # the mask (autopar/runtime/algorithms/dropout.py)
     aten.embedding_bag.padding_idx: _bags,
     aten.group_norm.default: _groups,

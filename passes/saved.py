@@ -63,7 +63,6 @@ MOVES = (
 LINEAR = tuple(
     getattr(getattr(aten, name), overload)
     for name, overloads in {
-        "_to_copy": "default",
         "_upsample_bicubic2d_aa": "vec",
         "_upsample_bilinear2d_aa": "vec",
         "_upsample_nearest_exact1d": "vec",
@@ -71,9 +70,7 @@ LINEAR = tuple(
         "_upsample_nearest_exact3d": "vec",
         "add": "Scalar",
         "ceil": "default",
-        "clone": "default",
         "col2im": "default",
-        "contiguous": "default",
         "conj_physical": "default",
         "deg2rad": "default",
         "diag": "default",
@@ -81,14 +78,11 @@ LINEAR = tuple(
         "diagonal_scatter": "default",
         "div": "Scalar Scalar_mode",
         "fft_hfft": "default",
-        "flatten": "using_ints",
         "floor": "default",
         "fmod": "Scalar",
         "frac": "default",
         "im2col": "default",
         "lerp": "Scalar",
-        "lift_fresh_copy": "default",
-        "mean": "default dim",
         "mul": "Scalar",
         "rad2deg": "default",
         "remainder": "Scalar",
@@ -96,7 +90,6 @@ LINEAR = tuple(
         "rsub": "Tensor",
         "sign": "default",
         "sub": "Scalar",
-        "to": "dtype_layout",
         "trace": "default",
         "trunc": "default",
         "upsample_bicubic2d": "default vec",
@@ -140,9 +133,7 @@ SAVED: dict[Any, Row] = {
     **dict.fromkeys(CHOOSING, fixed(SECOND)),
     **dict.fromkeys(WITH_RESULT, fixed(0, OUT)),
     **dict.fromkeys(POOLS, fixed(0, SECOND)),
-    **dict.fromkeys(
-        (aten.addcmul.default, aten.addmm.default, aten.addmv.default, aten.baddbmm.default), added_product
-    ),
+    **dict.fromkeys((aten.addcmul.default, aten.addmv.default), added_product),
     **dict.fromkeys((aten.fmod.Tensor, aten.remainder.Tensor), last_result(0, 1)),
     **dict.fromkeys(
         (
@@ -231,8 +222,6 @@ SAVED: dict[Any, Row] = {
     ),
     **dict.fromkeys(
         (
-            aten._log_softmax.default,
-            aten._softmax.default,
             aten.exp2.default,
             aten.expm1.default,
             aten.tan.default,
@@ -301,7 +290,6 @@ SAVED: dict[Any, Row] = {
     aten.masked_scatter.default: fixed(1),
     aten.matmul.default: crosswise,
     aten.max_pool2d.default: OPERAND,
-    aten.mm.default: crosswise,
     aten.mse_loss.default: fixed(0, 1),
     aten.mul.Tensor: crosswise,
     aten.mv.default: crosswise,

@@ -34,10 +34,10 @@ LAST_DIM = (aten.gather.default, aten.softmax.int, aten.log_softmax.int)
 """Ops whose second argument is the one dim that they work along, and that keep all others."""
 
 VIEWS = (
-    aten._conj.default, aten.alias.default, aten.chunk.default, aten.detach.default, aten.diagonal.default,
+    aten._conj.default, aten.chunk.default, aten.detach.default, aten.diagonal.default,
     aten.expand.default, aten.imag.default, aten.permute.default,
     aten.real.default, aten.reshape.default, aten.select.int, aten.slice.Tensor, aten.split.Tensor,
-    aten.split_with_sizes.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.t.default,
-    aten.transpose.int, aten.unbind.int, aten.unfold.default, aten.unsqueeze.default, aten.view.default,
+    aten.split_with_sizes.default, aten.squeeze.dim, aten.squeeze.dims, aten.t.default,
+    aten.transpose.int, aten.unbind.int, aten.unfold.default, aten.unsqueeze.default,
 )  # fmt: skip
 """Ops that (nearly always) move no bytes: their result looks at the memory of their operand."""

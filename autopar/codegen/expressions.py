@@ -133,7 +133,6 @@ _OVERLOADS = {"pow": ("Tensor_Scalar", "Tensor_Tensor"), "floor_divide": ("defau
 
 EXPRESSIONS: dict[Any, Writer] = {
     aten.cat.default: _function("torch.cat"),
-    aten.contiguous.default: _method("contiguous"),
     aten.detach.default: _method("detach"),
     aten.embedding.default: lambda call: _embedding(call),
     aten.expand.default: _sized("expand"),
@@ -142,7 +141,6 @@ EXPRESSIONS: dict[Any, Writer] = {
     aten.linear.default: _function("F.linear"),
     aten.log_softmax.int: _softmax("log_softmax"),
     aten.matmul.default: _infix("@"),
-    aten.mm.default: _infix("@"),
     aten.neg.default: lambda call: f"-{call.args[0]}",
     aten.permute.default: _method("permute"),
     aten.relu.default: _function("F.relu"),

@@ -328,7 +328,6 @@ BACKWARD: dict[Any, Bytes] = {
     aten.addcmul.default: lambda local: local.out * (local.grad(1) or local.grad(2)),
     aten.atan2.default: _for(1, "5w", "3w"),
     aten.cdist.default: _for(1, "2w"),
-    aten.addmm.default: lambda local: local.out * (local.given("beta") != 1),
     aten.cholesky_solve.default: _for(1, "2b", "b"),
     aten.clamp.default: _bounded,
     aten.group_norm.default: _of_channels,

@@ -19,7 +19,6 @@ CONTRACTIONS = (
     ATTENTION,
     aten.linear.default,
     aten.matmul.default,
-    aten.mm.default,
     aten.bmm.default,
     aten.einsum.default,
     ops.affine,

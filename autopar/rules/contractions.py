@@ -57,15 +57,9 @@ def linear_without_bias(call: Call) -> str:
     return "each" if len(call.ins) == 2 else ""
 
 
-def added(product: str, out: str) -> Spec:
-    """The rule of `addmm` and similar operators, whose added operand comes first and broadcasts to `out`."""
-
-    def spec(call: Call) -> str:
-        shape, names = call.ins[0].shape, out.split()
-        names = names[len(names) - len(shape) :]
-        return f"{' '.join('1' if n == 1 else w for w, n in zip(names, shape, strict=True))}, {product} -> {out}"
-
-    return spec
+def added(call: Call) -> str:
+    """`addmv`: the added operand comes first and broadcasts to the result."""
+    return f"{' '.join('1' if n == 1 else 'm' for n in call.ins[0].shape)}, m k!, k! -> m"
 
 
 def einsum(call: Call) -> str:
@@ -237,9 +231,7 @@ RULES: dict[Any, Rule] = {
     ops.bag: Rule(bag, linear=bag_of_sums),
     ops.ragged_bags: Rule(ragged_bags),
     aten.embedding_bag.padding_idx: Rule(replicated),
-    aten.addmm.default: Rule(added("m k!, k! n", "m n")),
-    aten.addmv.default: Rule(added("m k!, k!", "m")),
-    aten.baddbmm.default: Rule(added("b m k!, b k! n", "b m n")),
+    aten.addmv.default: Rule(added),
     aten.bmm.default: Rule("b m k, b k n -> b m n", linear="each"),
     aten.cdist.default: Rule("... p k!, ... r k! -> ... p r"),
     **{
@@ -262,7 +254,6 @@ RULES: dict[Any, Rule] = {
     aten.embedding.default: Rule(embedding),
     aten.linear.default: Rule(linear, linear=linear_with_bias),
     aten.matmul.default: Rule(matmul, linear="each"),
-    aten.mm.default: Rule("m k, k n -> m n", linear="each"),
     aten.mv.default: Rule("m k, k -> m", linear="each"),
     aten.outer.default: Rule("m, n -> m n", linear="each"),
     aten.scaled_dot_product_attention.default: Rule(attention, together=ring, also=grouped_heads, partly={"v": values}),

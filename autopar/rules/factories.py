@@ -8,10 +8,9 @@ from typing import Any
 from autopar.rules.arguments import named, replicated
 from autopar.rules.rule import Rule
 
-MADE = """arange.default arange.start arange.start_step empty.memory_format eye.default eye.m full.default
+MADE = """arange.default arange.start arange.start_step eye.default eye.m full.default
     linspace.default
-    logspace.default new_empty.default new_full.default new_ones.default new_zeros.default ones.default
-    scalar_tensor.default
+    logspace.default ones.default scalar_tensor.default
     tril_indices.default triu_indices.default zeros.default hann_window.default hamming_window.default"""
 """Operators that make a tensor of fixed values from sizes."""
 

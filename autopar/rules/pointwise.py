@@ -86,11 +86,7 @@ def _keeps_zero(position: int, operand: str) -> Callable[[Call], str]:
 
 RULES: dict[Any, Rule] = {
     **{op: Rule(broadcast) for op in overloads(f"{UNARY} {BINARY} {LIKE}")},
-    aten._to_copy.default: Rule(broadcast, linear=_casts),
     aten.add.Tensor: Rule(broadcast, linear=_sums),
-    aten.alias.default: Rule(broadcast, linear="all"),
-    aten.clone.default: Rule(broadcast, linear="all"),
-    aten.contiguous.default: Rule(broadcast, linear="all"),
     aten.deg2rad.default: Rule(broadcast, linear="all"),
     aten.detach.default: Rule(broadcast, linear="all"),
     aten.div.Scalar: Rule(broadcast, linear="all"),
@@ -99,7 +95,6 @@ RULES: dict[Any, Rule] = {
     aten.frexp.Tensor: Rule(broadcast),
     aten.feature_alpha_dropout.default: Rule(features, random=True),
     aten.feature_dropout.default: Rule(features, random=True),
-    aten.lift_fresh_copy.default: Rule(broadcast, linear="all"),
     aten.lerp.Scalar: Rule(broadcast, linear="all"),
     aten.lerp.Tensor: Rule(broadcast, linear="0+1"),
     aten.masked_fill.Scalar: Rule(broadcast, linear=_keeps_zero(2, "0")),
@@ -111,7 +106,6 @@ RULES: dict[Any, Rule] = {
     aten.rsub.Tensor: Rule(broadcast, linear=_sums),
     aten.sub.Tensor: Rule(broadcast, linear=_sums),
     aten.to.dtype: Rule(broadcast, linear=_casts),
-    aten.to.dtype_layout: Rule(broadcast, linear=_casts),
     aten.where.ScalarOther: Rule(broadcast, linear=_keeps_zero(2, "1")),
     aten.where.ScalarSelf: Rule(broadcast, linear=_keeps_zero(1, "1")),
     aten.where.self: Rule(broadcast, linear="1+2"),

@@ -70,13 +70,6 @@ def instance_norm(call: Call) -> str:
     return rule([left, *("c" for _ in call.ins[1:])], [left])
 
 
-def batch_norm(call: Call) -> str:
-    """With running statistics it is pointwise. With those of the batch only channels split."""
-    mark = "!" if given(call)["training"] else ""
-    left = " ".join("c" if i == 1 else f"d{i}{mark}" for i in range(rank_of(call)))
-    return rule([left, *("c" for _ in call.ins[1:])], [left])
-
-
 def statistic(call: Call) -> str:
     """The sum of a batch per channel; `c` is also the only dim of running statistics."""
     left = " ".join("c" if i == 1 else "1" for i in range(rank_of(call)))
@@ -126,7 +119,7 @@ def cross(call: Call) -> str:
     return _pair(call, given(call)["dim"], "z!")
 
 
-WHOLE_DIM = """_softmax.default _log_softmax.default softmax.int log_softmax.int
+WHOLE_DIM = """softmax.int log_softmax.int
     argsort.default argsort.stable cumprod.default cummax.default cummin.default glu.default logcumsumexp.default
     sort.default sort.stable topk.default"""
 """Operators that need their `dim` whole and do not let a partial sum through."""
@@ -145,7 +138,6 @@ RULES: dict[Any, Rule] = {
     **{op: Rule(whole_dim) for op in named(WHOLE_DIM)},
     **{op: Rule(reduced("!")) for op in named(REDUCED)},
     aten._weight_norm.default: Rule(weight_norm),
-    aten.batch_norm.default: Rule(batch_norm),
     aten.cosine_similarity.default: Rule(cosine),
     aten.count_nonzero.default: Rule(reduced()),
     aten.count_nonzero.dim_IntList: Rule(reduced()),
@@ -154,9 +146,7 @@ RULES: dict[Any, Rule] = {
     aten.instance_norm.default: Rule(instance_norm),
     aten.layer_norm.default: Rule(layer_norm),
     aten.linalg_cross.default: Rule(cross, linear="each"),
-    aten.mean.default: Rule(reduced("!"), linear="all"),
     aten.pairwise_distance.default: Rule(distance),
-    aten.mean.dim: Rule(reduced("!"), linear="all"),
     aten.nansum.default: Rule(reduced()),
     aten.native_layer_norm.default: Rule(layer_norm),
     aten.rms_norm.default: Rule(layer_norm),

@@ -37,7 +37,7 @@ COUNTS = tuple(2**power for power in range(1, 11))
 
 OPERATORS: dict[Any, str] = {
     aten.embedding.default: "lookup_tiles",
-    **dict.fromkeys((aten.linear.default, aten.matmul.default, aten.mm.default, ops.affine), "tiles"),
+    **dict.fromkeys((aten.linear.default, aten.matmul.default, ops.affine), "tiles"),
 }
 """Operators that can gather their weight in tiles -> their algorithm."""
 BY_OUTPUTS = (aten.linear.default,)

@@ -53,10 +53,10 @@ def unsqueeze(call: Call) -> str:
 
 
 def squeeze(call: Call) -> str:
-    """The listed dims of size 1 are removed; without an argument all of size 1, with an empty list none. A listed dim
-    of another size stays whole: its shard might have size 1."""
+    """The listed dims of size 1 are removed. A listed dim of another size stays whole: its shard might have size
+    1."""
     shape = call.ins[0].shape
-    asked = given(call).get("dim")
+    asked = given(call)["dim"]
     listed = () if asked == [] else dims(asked, len(shape))
     left = words(len(shape), {d: "1" if shape[d] == 1 else f"d{d}!" for d in listed})
     return rule([" ".join(left)], [" ".join(w for d, w in enumerate(left) if not (d in listed and shape[d] == 1))])
@@ -162,7 +162,6 @@ MOVES: dict[Any, Spec] = {
     aten.cat.default: cat,
     aten.chunk.default: chunk,
     aten.expand.default: expand,
-    aten.flatten.using_ints: reshape,
     aten.flip.default: along("dims"),
     aten.permute.default: permute,
     aten.pixel_shuffle.default: pixel_shuffle,
@@ -173,7 +172,6 @@ MOVES: dict[Any, Spec] = {
     aten.slice.Tensor: along(),
     aten.split.Tensor: whole_pieces,
     aten.split_with_sizes.default: split,
-    aten.squeeze.default: squeeze,
     aten.squeeze.dim: squeeze,
     aten.squeeze.dims: squeeze,
     aten.stack.default: stack,

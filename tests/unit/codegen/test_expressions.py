@@ -26,7 +26,6 @@ X, Y = rand(2, 4, 6), rand(2, 4, 6)
 IDS = torch.tensor([[0, 3], [2, 3]])
 CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     aten.cat.default: [(([X, Y],), {}), (([X, Y], 1), {}), (([X, Y], -1), {})],
-    aten.contiguous.default: [((X.transpose(0, 1),), {})],
     aten.detach.default: [((X,), {})],
     aten.neg.default: [((X,), {})],
     aten.embedding.default: [
@@ -50,7 +49,6 @@ CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     aten.log_softmax.int: [((X, -1), {}), ((X, 1, torch.float32), {})],
     aten.softmax.int: [((X, -1), {}), ((X, 1, torch.float32), {})],
     aten.matmul.default: [((X, rand(6, 3)), {})],
-    aten.mm.default: [((rand(2, 3), rand(3, 4)), {})],
     aten.permute.default: [((X, [2, 0, 1]), {})],
     aten.relu.default: [((X - 1,), {})],
     aten.rsqrt.default: [((X,), {})],

@@ -86,9 +86,7 @@ ELSEWHERE = {
 
 
 AS_MUCH = {
-    **dict.fromkeys(
-        (aten.batch_norm.default, aten.instance_norm.default), "their kernels for other orders of memory work in place"
-    ),
+    aten.instance_norm.default: "its kernel for other orders of memory works in place",
     **dict.fromkeys(
         (
             aten.div.Tensor_mode,

@@ -90,8 +90,6 @@ SPECIAL: Samples = {
         case(T((5, 4), "i9"), torch.float64),
         case(T((5, 4), "b"), torch.float64),
     ],
-    aten.to.dtype_layout: [case(f(5, 4), dtype=torch.float32)],
-    aten._to_copy.default: [case(f(5, 4), dtype=torch.float32)],
     aten.where.self: [case(T((5, 4), "b"), f(5, 4), f(4)), case(T((4,), "b"), f(5, 1), f())],
     aten.where.ScalarOther: [case(T((5, 4), "b"), f(5, 4), 0), case(T((5, 4), "b"), f(4), -1e4)],
     aten.where.ScalarSelf: [case(T((5, 4), "b"), 0.0, f(5, 4)), case(T((5, 4), "b"), 3.0, f(5, 4))],

@@ -24,7 +24,6 @@ VIEWS: Samples = {
         case(f(5, 4, 6), [1, -1, 0, 0], 2.0),
     ],
     aten.expand.default: [case(f(5, 1), [5, 6]), case(f(4), [3, 5, -1]), case(f(1, 4, 1), [6, 4, 1])],
-    aten.flatten.using_ints: [case(f(4, 6, 5), 0, 1), case(f(5, 2, 6), 1, 2)],
     aten.flip.default: [case(f(5, 4, 6), [1]), case(f(5, 4), [-1, 0])],
     aten.pad.default: [
         case(f(5, 4, 6), [1, 2]),
@@ -54,7 +53,6 @@ VIEWS: Samples = {
         case(f(4, 24), [12, 12], 1),
         case(f(5, 10), [4, 6], 1),
     ],
-    aten.squeeze.default: [case(f(2, 1, 4)), case(f(3, 1, 1, 5))],
     aten.squeeze.dim: [case(f(5, 1, 4), 1), case(f(2, 4, 3), 0)],
     aten.squeeze.dims: [case(f(5, 1, 4, 1), [1, -1]), case(f(2, 4, 1), [0, 2]), case(f(5, 1, 4), [])],
     aten.stack.default: [case([f(5, 4), f(5, 4)], 1), case([f(5), f(5), f(5)], -1)],
@@ -73,7 +71,6 @@ FACTORIES: Samples = {
     aten.arange.default: [case(5)],
     aten.arange.start: [case(1, 6)],
     aten.arange.start_step: [case(1, 9, 2)],
-    aten.empty.memory_format: [case([5, 4])],
     aten.eye.default: [case(5)],
     aten.eye.m: [case(5, 4)],
     aten.full.default: [case([5, 4], 2.0)],
@@ -81,10 +78,6 @@ FACTORIES: Samples = {
     aten.hann_window.default: [case(6)],
     aten.linspace.default: [case(0, 1, 5)],
     aten.logspace.default: [case(0, 1, 5)],
-    aten.new_empty.default: [case(f(5, 4), [3, 4])],
-    aten.new_full.default: [case(f(5, 4), [3], 2.0)],
-    aten.new_ones.default: [case(f(5, 4), [5, 4])],
-    aten.new_zeros.default: [case(f(5, 4), [5, 2])],
     aten.ones.default: [case([5])],
     aten.rand.default: [case([5])],
     aten.randint.default: [case(7, [5])],
@@ -179,9 +172,7 @@ INDEXING: Samples = {
 }
 
 STILL = (
-    aten.empty.memory_format,
     aten.multinomial.default,
-    aten.new_empty.default,
     aten.rand.default,
     aten.randint.default,
     aten.randint.low,

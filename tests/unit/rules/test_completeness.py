@@ -30,10 +30,9 @@ aten = torch.ops.aten
 COMPARED = [
     target
     for target, rule in RULES.items()
-    if not rule.random
-    and target not in (*views.STILL, *pointwise.STILL, aten.new_zeros.default, aten.zeros_like.default)
+    if not rule.random and target not in (*views.STILL, *pointwise.STILL, aten.zeros_like.default)
 ]
-"""Those whose values say something; the last two read sizes alone."""
+"""Those whose values say something; the last one reads sizes alone."""
 
 UNCHECKED = (aten.gru.input, aten.lstm.input, aten.rnn_relu.input, aten.rnn_tanh.input)
 """Kernels that do not check sizes: what does not go together would end the process."""
@@ -78,7 +77,6 @@ WHOLE: dict[Any, tuple[str, str]] = {
         "query heads of all groups, beside whole keys: `own_heads` cuts them; and what torch broadcasts",
     ),
     aten.searchsorted.Tensor: ("n", "as bucketize"),
-    aten.squeeze.default: ("d2", "on as many ranks as the dim is long it would go"),
     aten.slice.Tensor: ("y0", "of a slice that is all of a dim, which passes leave out"),
     ops.bag: ("n", "bags are short, and their rows are cut instead"),
     ops.experts: ("k", "a token has few experts"),
@@ -110,7 +108,6 @@ UNCUT: dict[Any, tuple[str, ...]] = {
     ),
     aten.searchsorted.Tensor: ("as bucketize", "0 - -", "1 - -"),
     aten.slice.Tensor: (WHOLE[aten.slice.Tensor][1], "0 0"),
-    aten.squeeze.default: (WHOLE[aten.squeeze.default][1], "2 1"),
     aten.triplet_margin_loss.default: ("of rows of unequal lengths", "0 - 0 0"),
     ops.bag: (WHOLE[ops.bag][1], "- 1 -", "- 1 1 -", "- 2 2 -"),
     ops.experts: (WHOLE[ops.experts][1], "- 1 1 - - -", "- 1 1 - - - -", "- 2 2 - - -", "- 2 2 - - - -"),

@@ -35,10 +35,10 @@ def call(target, *shapes, out, extra=(), **kwargs):
 CASES = {
     "custom op": (call(GATE, (8, 128, 512), (512,), out=(8, 128, 512)), "f0 f1 f2, f2 -> f0 f1 f2"),
     "softsign-like": (call(aten.tanh.default, (64, 32), out=(64, 32)), "f0 f1 -> f0 f1"),
-    "matmul": (call(aten.mm.default, (64, 32), (32, 16), out=(64, 16)), "f0 f1, f1 f2 -> f0 f2"),
+    "matmul": (call(aten.matmul.default, (64, 32), (32, 16), out=(64, 16)), "f0 f1, f1 f2 -> f0 f2"),
     "softmax": (call(aten.softmax.int, (64, 32), out=(64, 32), extra=(-1,)), "f0 x0n1! -> f0 x1n1!"),
     "sum": (call(aten.sum.default, (64, 32), out=()), "f0 f1 -> "),
-    "square matmul": (call(aten.mm.default, (32, 32), (32, 32), out=(32, 32)), "f0 f1, f1 f2 -> f0 f2"),
+    "square matmul": (call(aten.matmul.default, (32, 32), (32, 32), out=(32, 32)), "f0 f1, f1 f2 -> f0 f2"),
     "dims of size 1": (call(aten.squeeze_copy.default, (64, 1, 32), out=(64, 32)), None),
     "sizes as arguments": (call(aten.layer_norm.default, (8, 16), out=(8, 16), extra=([16],)), "f0 x0n1! -> f0 x1n1!"),
 }

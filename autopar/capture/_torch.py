@@ -68,6 +68,11 @@ def backward_hooks_of_all_modules() -> bool:
     return bool(module._global_backward_hooks or module._global_backward_pre_hooks)
 
 
+OF_MODELS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
+"""Errors that a model's own code may raise where it is traced, or runs without values, in the other training mode, or
+with fewer blocks."""
+
+
 def export_errors() -> tuple[type[Exception], ...]:
     """The types of errors that torch.export raises when a model, or one of its symbolic dims, cannot be exported; the
     model's own errors are among them. The base class of dynamo's errors, and the errors on symbolic shapes, have no
@@ -75,18 +80,7 @@ def export_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import TorchDynamoException
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
-    return (
-        TorchDynamoException,
-        ConstraintViolationError,
-        GuardOnDataDependentSymNode,
-        RuntimeError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        LookupError,
-        AssertionError,
-        ArithmeticError,
-    )
+    return TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode, *OF_MODELS
 
 
 @contextmanager

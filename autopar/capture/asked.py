@@ -68,27 +68,12 @@ class Asked:
         inputs, named = _to_meta(args), _to_meta(dict(kwargs))
         flat = pytree.tree_leaves((inputs, named))
         outside = Outside(model, *([] if loss_fn is None else [loss_fn]))
+        made = Asked(model, loss_fn, mode, tuple(inputs), named, targets, Dims(), (), rests, outside)
         if dynamic_shapes is not None:
-            made = Asked(model, loss_fn, mode, tuple(inputs), named, targets, Dims(), (), rests, outside)
-            return replace(
-                made,
-                dims=dims.explicit(
-                    flat, dynamic_shapes, made.inputs, named, inspect.signature(made.with_loss(model).forward)
-                ),
-            )
+            signature = inspect.signature(made.with_loss(model).forward)
+            return replace(made, dims=dims.explicit(flat, dynamic_shapes, made.inputs, named, signature))
         note = dims.unshared(flat)
-        return Asked(
-            model,
-            loss_fn,
-            mode,
-            tuple(inputs),
-            named,
-            targets,
-            dims.find(flat, max_positions(model)),
-            (note,) if note else (),
-            rests,
-            outside,
-        )
+        return replace(made, dims=dims.find(flat, max_positions(model)), notes=(note,) if note else ())
 
     @property
     def name(self) -> str:

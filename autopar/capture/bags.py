@@ -6,13 +6,13 @@ torch makes the offsets `arange(0, b * n, n)`, whose symbolic length does not si
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 
@@ -20,38 +20,19 @@ from torch.nn import functional as F
 def bags_of_samples() -> Iterator[None]:
     """A context in which the offsets of such bags are computed as `arange(b) * n`."""
     original = F.embedding_bag
+    signature = inspect.signature(original)
 
-    # torch's names
-    def embedding_bag(
-        input: Tensor,
-        weight: Tensor,
-        offsets: Tensor | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2,
-        scale_grad_by_freq: bool = False,
-        mode: str = "mean",
-        sparse: bool = False,
-        per_sample_weights: Tensor | None = None,
-        include_last_offset: bool = False,
-        padding_idx: int | None = None,
-    ) -> Any:
-        if input.dim() == 2 and offsets is None:
-            offsets = torch.arange(input.shape[0], device=input.device) * input.shape[1]
-            per_sample_weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
-            input = input.reshape(-1).long()
-        return original(
-            input,
-            weight,
-            offsets,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            mode,
-            sparse,
-            per_sample_weights,
-            include_last_offset,
-            padding_idx,
-        )
+    def embedding_bag(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        given, bags = bound.arguments, bound.arguments["input"]
+        if bags.dim() == 2 and given.get("offsets") is None:
+            given |= {
+                "input": bags.reshape(-1).long(),
+                "offsets": torch.arange(bags.shape[0], device=bags.device) * bags.shape[1],
+            }
+            if given.get("per_sample_weights") is not None:
+                given["per_sample_weights"] = given["per_sample_weights"].reshape(-1)
+        return original(*bound.args, **bound.kwargs)
 
     with mock.patch.object(F, "embedding_bag", embedding_bag):
         yield

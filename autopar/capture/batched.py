@@ -11,11 +11,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest import mock
 
 from torch.autograd import Function
 
-from autopar.capture._torch import getitem_modes, vmap_replaced
+from autopar.capture._torch import functions_applied, getitem_modes, vmap_replaced
 from autopar.capture.lines import caller
 from autopar.capture.own_backwards import is_torchs
 from autopar.capture.traced_apart import aside
@@ -37,7 +36,7 @@ def batched(*, training: bool) -> Iterator[None]:
     ) -> Any:
         if threading.current_thread() is not tracing:
             return original(func, *settings, *args, **kwargs)
-        with _refusing_functions() if training else nullcontext():
+        with functions_applied(_refused) if training else nullcontext():
             return aside(
                 lambda positional, named: original(func, *settings, *positional, **named),
                 (args, kwargs),
@@ -48,17 +47,11 @@ def batched(*, training: bool) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _refusing_functions() -> Iterator[None]:
-    original: Callable[..., Any] = Function.apply.__func__  # type: ignore[attr-defined]  # a classmethod
-
-    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if is_torchs(cls):
-            return original(cls, *args, **kwargs)
-        raise CaptureError(
-            f"{caller()} maps {cls.__module__}.{cls.__qualname__}, a torch.autograd.Function, over samples "
-            "(torch.vmap), where its backward cannot be kept: call it on whole batches"
-        )
-
-    with mock.patch.object(Function, "apply", classmethod(apply)):
-        yield
+def _refused(original: Callable[..., Any], cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    """`cls.apply(*args, **kwargs)` of torch's own functions; raises CaptureError for others."""
+    if is_torchs(cls):
+        return original(cls, *args, **kwargs)
+    raise CaptureError(
+        f"{caller()} maps {cls.__module__}.{cls.__qualname__}, a torch.autograd.Function, over samples "
+        "(torch.vmap), where its backward cannot be kept: call it on whole batches"
+    )

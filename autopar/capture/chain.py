@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from autopar.capture import block_runs
+from autopar.capture._torch import OF_MODELS
 from autopar.capture.block_runs import AlikeRun
 from autopar.capture.outer_code import Call, Recording, play, results
-from autopar.capture.valueless import UNTOLD
 from autopar.capture.watched_number import ReadError, Watched
 from autopar.errors import CaptureError
 from autopar.text import first_line
@@ -81,7 +81,7 @@ def is_chain(
         )
     except ReadError as error:
         return first_line(error)
-    except (*UNTOLD, CaptureError) as error:  # of what the whole model does, its own capture tells
+    except (*OF_MODELS, CaptureError) as error:  # of what the whole model does, its own capture tells
         return (
             "the model does not run with fewer of them, as where it counts them or takes them by number "
             f"({first_line(error)})"

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import nn
 
+from autopar.capture._torch import OF_MODELS
 from autopar.capture.mask_branches import Picking
 from autopar.capture.shadow import shadow
 from autopar.capture.tape import Tape, played
-from autopar.capture.valueless import UNTOLD
 
 
 def nothing_of_nothing(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -39,7 +39,7 @@ def nothing_of_nothing(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
         return bool(full.seen) and all(
             _same(run(Picking(some, some)), run(Picking(dropped=some))) for some in _apart(len(full.seen))
         )
-    except UNTOLD:
+    except OF_MODELS:
         return False
 
 

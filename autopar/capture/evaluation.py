@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import nn
 
+from autopar.capture._torch import OF_MODELS
 from autopar.capture.tape import Tape, played
-from autopar.capture.valueless import UNTOLD
 from autopar.text import first_line
 
 
@@ -58,7 +58,7 @@ def evaluation(
                 differs = bool(trained.on or trained.noises or trained.changed.keys() - evaluated.changed.keys())
                 return Evaluation(changing=tuple(evaluated.changed), noises=trained.noises, differs=differs)
         again = played(fresh().eval(), inputs, numbers, known=trained.made)
-    except UNTOLD as error:
+    except OF_MODELS as error:
         return Evaluation(
             f"it does not run without values, to see what evaluation changes: {first_line(error)[:200]}", differs=True
         )

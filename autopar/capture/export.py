@@ -381,12 +381,7 @@ def _dims_to_try(dims: Dims) -> list[Dims]:
         if len(dims.hints) > 1:
             fewer = dims.without(name)
             found += [fewer, *_loosened(fewer, [other for other in fewer.hints if other in fewer.of_samples])]
-    if dims.hints:
-        nothing = dims
-        for name in dims.hints:
-            nothing = nothing.without(name)
-        found.append(nothing)
-    return found
+    return [*found, Dims()] if dims.hints else found
 
 
 def _loosened(dims: Dims, names: list[str]) -> list[Dims]:

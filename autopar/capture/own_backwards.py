@@ -30,7 +30,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar._torch import pytree
-from autopar.capture._torch import functions_applied
+from autopar.capture._torch import OF_MODELS, functions_applied
 from autopar.capture.leaves import tensors_of
 from autopar.capture.lines import caller
 from autopar.capture.traced_apart import aside
@@ -212,7 +212,7 @@ def _error_of_way(way: Call | None, cls: type[Function], args: Sequence[Any], tr
     """The largest error of one way against `truth`; infinity where it does not run."""
     try:
         got = _gradients(lambda *given: (_differentiated_forward if way is None else way)(cls, given), args)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError):
+    except OF_MODELS:
         return float("inf")
     least = NOTHING * max((float(x.abs().max()) for x in truth if x.numel()), default=0.0)
     return (

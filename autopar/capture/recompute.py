@@ -19,12 +19,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture import block_runs
+from autopar.capture._torch import OF_MODELS
 from autopar.capture.shadow import shadow
 from autopar.text import first_line
 
 Values = dict[str, torch.Tensor]
-RAISED = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError, AssertionError)
-"""Errors of code that makes tensors and needs values of weights: that way then gives nothing."""
 WEIGHTS = (torch.empty, torch.empty_like, torch.rand, torch.randn, torch.normal)
 """Functions that make weights, uninitialised or random. Values that can be recomputed do not come from these."""
 # arguments of constructors that say where and in what tensors are made, not what they hold
@@ -65,7 +64,7 @@ def _answers(model: nn.Module, path: str, keys: list[str]) -> tuple[dict[str, Va
     ):
         try:
             answers[way] = give(model, path, keys)
-        except RAISED as error:
+        except OF_MODELS as error:  # code that makes tensors and needs values of weights: this way gives nothing
             said.append(f"{way}: {first_line(error)[:200]}")
         else:
             said += [f"{way} does not make it"] if not answers[way] else []

@@ -25,12 +25,12 @@ from typing import Any
 
 from torch import nn
 
+from autopar.capture._torch import OF_MODELS
 from autopar.capture.assigned import buffers_of, put_back
 from autopar.capture.noting_numbers import Comparison
 from autopar.capture.outside import Place
 from autopar.capture.step_counts import FAR, State, counts, lengthen, put, said, state_of
 from autopar.capture.tape import Tape, played
-from autopar.capture.valueless import UNTOLD
 from autopar.errors import CaptureError
 
 MOMENTS = 24
@@ -62,7 +62,7 @@ def one_step(
             steps = _Steps(fresh, name, inputs, restoring)
             _refuse_later(steps, states)
             _refuse_further(steps, states)
-    except UNTOLD:
+    except OF_MODELS:
         return None
     if same:
         return first
@@ -121,7 +121,7 @@ class _Steps:
         """The tapes of a first and a second step, `between` which the model is changed; None where it does not run."""
         try:
             return _two(self.fresh(), self.inputs, putting_back=self.restoring, between=between)
-        except UNTOLD:
+        except OF_MODELS:
             return None
 
     def further(self) -> Iterator[tuple[Tape, Tape] | None]:
@@ -136,7 +136,7 @@ class _Steps:
                 put_back(model, before)
             try:
                 tape = played(model, self.inputs, first.numbers, known=first.made, kept=tape)
-            except UNTOLD:
+            except OF_MODELS:
                 return
             yield first, tape
             if (state := state_of(model).rest) in states:

@@ -16,18 +16,6 @@ from autopar._torch import Watch, fake_mode
 from autopar.capture._torch import quietly
 from autopar.capture.value_checks import passing_guards
 
-UNTOLD = (
-    RuntimeError,
-    NotImplementedError,
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-)
-"""Errors that a model may raise where it cannot run without values, in the other training mode, or with fewer
-blocks."""
 PICKED = 5
 """The number of rows that every mask selects."""
 

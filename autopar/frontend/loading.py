@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar._torch import pytree
 from autopar.errors import CaptureError
 from autopar.frontend.factory import call_factory, find_factory, sizes_of, sizes_without_parameter
 from autopar.frontend.huggingface import build_model, stated_dtype
@@ -132,12 +133,4 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """The same tuples, lists and dicts, with their floating-point tensors in `dtype`."""
-    match value:
-        case torch.Tensor():
-            return value.to(dtype) if value.is_floating_point() else value
-        case tuple() | list():
-            parts = [cast(part, dtype) for part in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        case dict():
-            return {key: cast(part, dtype) for key, part in value.items()}
-    return value
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)

@@ -39,11 +39,11 @@ ROWS: dict[Any, Callable[[Local], bool]] = {
     **dict.fromkeys(
         named("""
         einsum.default linear.default linalg_matrix_power.default lstm.input lstm_cell.default matmul.default
-        matrix_power.default mm.default
+        matrix_power.default
         conv1d.default conv1d.padding conv2d.default conv2d.padding conv3d.default conv3d.padding
         conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input
         col2im.default grid_sampler.default im2col.default
-        _log_softmax.default _softmax.default log_softmax.int softmax.int
+        log_softmax.int softmax.int
         _weight_norm.default group_norm.default layer_norm.default native_layer_norm.default
         adaptive_avg_pool1d.default adaptive_avg_pool2d.default adaptive_avg_pool3d.default adaptive_max_pool1d.default
         adaptive_max_pool2d.default adaptive_max_pool3d.default

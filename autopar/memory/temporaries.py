@@ -25,9 +25,9 @@ aten = torch.ops.aten
 
 
 FIRST = frozenset(
-    named("""_to_copy.default add.Scalar add.Tensor addcdiv.default addcmul.default addmv.default clone.default
-    contiguous.default fmod.Scalar fmod.Tensor frac.default
-    index_add.default lift_fresh_copy.default remainder.Scalar remainder.Tensor scatter_add.default sgn.default
+    named("""add.Scalar add.Tensor addcdiv.default addcmul.default addmv.default
+    fmod.Scalar fmod.Tensor frac.default
+    index_add.default remainder.Scalar remainder.Tensor scatter_add.default sgn.default
     sub.Scalar sub.Tensor""")
 )
 """Operators that hand the gradient of their result on to the first operand without a copy, or make none."""
@@ -285,7 +285,7 @@ BACKWARD: dict[Any, Bytes] = {
             "0.5w": "repeat",
             "m": "clamp_min clamp_max clamp_min.Tensor clamp_max.Tensor clamp.Tensor",
             "2m": "fmax fmin",
-            "w": """batch_norm copysign.Scalar copysign.Tensor cosh digamma div.Tensor_mode exp2 expm1
+            "w": """copysign.Scalar copysign.Tensor cosh digamma div.Tensor_mode exp2 expm1
             hypot instance_norm lerp.Tensor lgamma linalg_vector_norm
                 log10 log1p log2 native_dropout norm.Scalar norm.ScalarOpt_dim pow.Scalar prelu prod sin sinh
                 sqrt xlogy.Scalar_Self""",

@@ -103,19 +103,5 @@ class Prediction:
         return {
             "peak_bytes": self.peak_bytes,
             "fullest": self.fullest.number,
-            "places": [
-                {
-                    "number": p.number,
-                    "when": p.when,
-                    "peak_bytes": p.peak_bytes,
-                    "rest": dict(p.rest),
-                    "kept_bytes": list(p.kept_bytes),
-                    "in_flight": list(p.in_flight),
-                    "phases": dict(p.phases),
-                    "host_bytes": p.host_bytes,
-                    "by_kind": p.by_kind(),
-                    "entries": [asdict(e) for e in p.entries],
-                }
-                for p in self.places
-            ],
+            "places": [{**asdict(p), "peak_bytes": p.peak_bytes, "by_kind": p.by_kind()} for p in self.places],
         }

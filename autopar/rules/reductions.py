@@ -14,18 +14,17 @@ from passes import ops
 aten = torch.ops.aten
 
 
-def reduced(mark: str = "", name: str = "dim", stays: str = "keepdim") -> Spec:
-    """The rule of a reduction over the dims in argument `name` (None: all dims). They are removed, or kept with size 1
-    where argument `stays` is true. `mark` "!" forbids splitting them."""
+def reduced(mark: str = "") -> Spec:
+    """The rule of a reduction over the dims in argument `dim` (None: all dims). They are removed, or kept with size 1
+    where argument `keepdim` is true. `mark` "!" forbids splitting them."""
 
     def spec(call: Call) -> str:
         rank, arguments = rank_of(call), given(call)
-        gone = dims(arguments.get(name), rank)
-        if arguments.get(name) == [] and call.outs[0].shape == call.ins[0].shape:
+        gone = dims(arguments.get("dim"), rank)
+        if arguments.get("dim") == [] and call.outs[0].shape == call.ins[0].shape:
             gone = []  # all.dims and any.dims: an empty list stands for no dims
-        right = [
-            w for i, w in enumerate(words(rank, dict.fromkeys(gone, "1"))) if i not in gone or arguments.get(stays)
-        ]
+        stay = arguments.get("keepdim")
+        right = [w for i, w in enumerate(words(rank, dict.fromkeys(gone, "1"))) if i not in gone or stay]
         return rule([line(rank, {d: f"d{d}{mark}" for d in gone})], [" ".join(right) for _ in call.outs])
 
     return spec

@@ -190,10 +190,26 @@ class Failing(Function):
 
 
 Body = Callable[[Tensor, Tensor], Tensor]
+
+
+class Asserts(Function):
+    """Its forward is for `apply` alone, under which nothing is recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        assert not torch.is_grad_enabled(), "call apply"
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
 KEPT: dict[str, Body] = {
     "straight through": lambda h, w: Rounded.apply(h),
     "reversed": lambda h, w: Reversed.apply(h, 0.3) @ w,
     "signs": lambda h, w: Signed.apply(h, w),
+    "asserting": lambda h, w: Asserts.apply(h @ w),
     "halves": lambda h, w: torch.cat([half * mask for mask, *halves in [Halves.apply(h @ w)] for half in halves], -1),
     "complex": lambda h, w: Turned.apply(torch.complex(h, h @ w)).real,
 }

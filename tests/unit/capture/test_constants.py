@@ -79,6 +79,13 @@ class Disagrees(Kept):
         self.table.copy_(torch.zeros(self.dim))
 
 
+class Divides(Closed):
+    """Needs what it has only with weights."""
+
+    def reset_parameters(self):
+        self.table.fill_(1 / getattr(self, "calls", 0))
+
+
 class Changed(Kept):
     """Is not what its arguments make."""
 
@@ -124,6 +131,7 @@ def test_constants_of_a_model_on_meta_are_those_of_a_real_one(make, dtype, layer
     ("make", "why"),
     [
         (partial(Closed, WIDTH), "Closed does not keep the argument secret"),
+        (partial(Divides, WIDTH), "reset_parameters: division by zero"),
         (partial(AtRandom, WIDTH), "its constructor does not make it"),
         (partial(Disagrees, WIDTH), "reset_parameters and its constructor give different values"),
     ],

@@ -32,7 +32,8 @@ from tabulate import tabulate
 
 import autopar
 from autopar.bundle import Bundle
-from autopar.calibrate import Clock, cores_here, fitted, here, middle, taken
+from autopar.calibrate import Clock, cores_here, fitted, here, taken
+from autopar.calibrate.samples import Sample
 from autopar.cluster import Cluster
 from autopar.runtime.launch import Ranks
 from autopar.simulate import simulate
@@ -179,6 +180,17 @@ def measure(
     return [
         row(case, compiled, cluster, took) for case, (compiled, _), took in zip(cases, plans, times, strict=True)
     ], cluster
+
+
+def middle(passes: Sequence[Sequence[tuple[int, Sample]]]) -> list[tuple[int, Sample]]:
+    """One calibration out of several: the median of what each took."""
+    times: dict[tuple[int, str, tuple[int, ...], int], list[float]] = {}
+    for level, sample in (each for one in passes for each in one):
+        times.setdefault((level, sample.what, sample.size, sample.members), []).append(sample.seconds)
+    return [
+        (level, Sample(what, size, statistics.median(seconds), members))
+        for (level, what, size, members), seconds in times.items()
+    ]
 
 
 def row(case: Case, compiled: Any, cluster: Cluster, took: Sequence[float]) -> Row:

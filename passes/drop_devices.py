@@ -10,8 +10,6 @@ from torch import fx
 from passes import edit, facts
 from passes._torch import FakeTensor
 
-aten = torch.ops.aten
-
 PLACE = ("device", "pin_memory", "layout", "non_blocking")
 """Keyword arguments that say where and how a tensor is stored."""
 

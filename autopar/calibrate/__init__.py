@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from autopar.calibrate.clock import Clock
 from autopar.calibrate.fits import Fit, Fits
-from autopar.calibrate.run import Calibration, calibrate, cores_here, fitted, here, middle, taken
+from autopar.calibrate.run import Calibration, calibrate, cores_here, fitted, here, taken
 from autopar.calibrate.samples import Rejected, Sample
 from autopar.calibrate.write import write
 
@@ -33,7 +33,6 @@ __all__ = [
     "cores_here",
     "fitted",
     "here",
-    "middle",
     "taken",
     "write",
 ]

@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import functools
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from autopar.errors import ClusterError
 from autopar.runtime.launch import Ranks
 from autopar.text import gibibytes
 
-DTYPES = {"cpu": ("float32", "bfloat16", "float16", "float64"), "cuda": ("float32", "bfloat16", "float16", "float64")}
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 SECONDS = 60.0
 """How long a calibration takes by default, about."""
 
@@ -105,7 +104,7 @@ def taken(
 ) -> list[tuple[int, Sample]]:
     """All samples of one calibration, each with its level (-1: of a device); `cores` as Clock has it."""
     clock = Clock(base.device.kind, window_s=WINDOW * seconds, cores=cores)
-    jobs = _jobs(base.device, sizes)
+    jobs = _jobs(sizes)
     samples: list[tuple[int, Sample]] = []
     for number, (what, level, job) in enumerate(jobs):
         progress(number, len(jobs), what)
@@ -114,22 +113,10 @@ def taken(
     return samples
 
 
-def middle(passes: Sequence[Sequence[tuple[int, Sample]]]) -> list[tuple[int, Sample]]:
-    """One calibration out of several: the median of what each took."""
-    times: dict[tuple[int, str, tuple[int, ...], int], list[float]] = {}
-    for level, sample in (each for one in passes for each in one):
-        times.setdefault((level, sample.what, sample.size, sample.members), []).append(sample.seconds)
-    return [
-        (level, Sample(what, size, statistics.median(seconds), members))
-        for (level, what, size, members), seconds in times.items()
-    ]
-
-
-def _jobs(device: Device, sizes: tuple[int, int]) -> list[tuple[str, int, Job]]:
+def _jobs(sizes: tuple[int, int]) -> list[tuple[str, int, Job]]:
     """(what, level or -1 for a device, job)."""
-    kind = device.kind
     made: list[tuple[str, int, Job]] = [
-        (f"matmuls in {dtype}", -1, functools.partial(machine.matmuls, dtype=dtype)) for dtype in DTYPES[kind]
+        (f"matmuls in {dtype}", -1, functools.partial(machine.matmuls, dtype=dtype)) for dtype in DTYPES
     ]
     made += [(what, -1, job) for what, job in (*machine.JOBS.items(), ("collectives under compute", background.hidden))]
     for level, groups in network.groups(sizes).items():

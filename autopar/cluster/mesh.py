@@ -56,11 +56,6 @@ class MeshAxis:
         """Seconds of the smallest message over the slowest span (0 when the axis has one device)."""
         return max((span.level.latency_s for span in self.spans), default=0.0)
 
-    @property
-    def crosses(self) -> bool:
-        """Whether it spans more than one level."""
-        return len(self.spans) > 1
-
 
 @dataclass(frozen=True)
 class Mesh:

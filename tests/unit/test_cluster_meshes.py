@@ -40,7 +40,6 @@ def test_axes_know_their_levels() -> None:
     first, last = Cluster.parse("h100:8x8").mesh((4, 16)).axes
     assert [(span.level.name, span.size) for span in first.spans] == [("node", 4)]
     assert [(span.level.name, span.size) for span in last.spans] == [("node", 2), ("gpu", 8)]
-    assert last.crosses and not first.crosses
     assert last.bandwidth_bytes_s == 50e9
     assert str(Cluster.parse("h100:8x8").mesh((8, 8))) == "node=8, gpu=8"
     single = Cluster.parse("cpu:1").mesh((1,)).axes[0]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from benchmarks.measured import MODELS, Row, ordered, show, twelve
+from autopar.calibrate.samples import Sample
+from benchmarks.measured import MODELS, Row, middle, ordered, show, twelve
 
 
 def row(measured_s: float, predicted_s: float | None) -> Row:
@@ -42,3 +44,10 @@ def test_twelve_plans_of_all_kinds(ranks: int) -> None:
         "tp_zero3" if ranks == 4 else "tp_sp",
     }
     assert all(math.prod(case.mesh) == ranks for case in plans if case.mesh)
+
+
+def test_several_passes_count_by_their_median() -> None:
+    one = [(-1, Sample("copy", (nbytes,), 1e-9 * nbytes)) for nbytes in (10, 20)]
+    one += [(0, Sample("all_reduce", (10,), 1e-3, members)) for members in (2, 4)]
+    slow = [(level, replace(sample, seconds=50 * sample.seconds)) for level, sample in one]
+    assert middle([one, slow, one]) == one

@@ -11,7 +11,7 @@ import pytest
 from autopar.calibrate import Sample
 from autopar.calibrate.background import OVER
 from autopar.calibrate.network import KINDS, SIZES
-from autopar.calibrate.run import Calibration, fitted, middle
+from autopar.calibrate.run import Calibration, fitted
 from autopar.calibrate.samples import sensible
 from autopar.cluster import Cluster, MeshAxis
 from autopar.cluster.mesh import Span
@@ -241,9 +241,3 @@ def test_constants_that_no_machine_has_are_left_out_and_reported(
             f.name.startswith(name) for f in found.fits.found
         ), name
     assert all("wanted" in str(each) for each in found.fits.impossible)
-
-
-def test_several_passes_count_by_their_median() -> None:
-    one = samples(machine(), 0.0, 0)
-    slow = [(level, dataclasses.replace(s, seconds=50 * s.seconds)) for level, s in one]
-    assert middle([one, slow, one]) == one

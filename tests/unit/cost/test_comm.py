@@ -99,14 +99,14 @@ def test_all_reduce_is_about_a_reduce_scatter_and_an_all_gather(axis: MeshAxis) 
         return
     pair = collective_s("reduce_scatter", 1e11, axis) + collective_s("all_gather", 1e11, axis)
     switch = any(p.algorithm == "switch" for span in axis.spans for p in span.level.protocols)
-    low = 0.5 if switch and not axis.crosses else 0.99
+    low = 0.5 if switch and len(axis.spans) < 2 else 0.99
     assert low * pair <= collective_s("all_reduce", 1e11, axis) <= 1.01 * pair
 
 
 @given(axes(), sizes)
 def test_crossing_levels_is_never_cheaper_than_the_outer_level_alone(axis: MeshAxis, nbytes: float) -> None:
     """Each device of a node brings its own link: the outer level alone carries the bytes of one of them."""
-    if not axis.crosses:
+    if len(axis.spans) < 2:
         return
     outer = dataclasses.replace(axis, spans=axis.spans[:1], size=axis.spans[0].size)
     inner = dataclasses.replace(axis, spans=axis.spans[1:], size=axis.spans[1].size)

@@ -63,8 +63,8 @@ class Cutting:
     def bound_s(self, cutoff_s: float, rounds: int = MOST_ROUNDS) -> float:
         """A lower bound of the seconds of all mixtures of solutions, as good as `rounds` of the master make it. Ends
         once it reaches `cutoff_s`."""
-        best_s = self._first_s(cutoff_s)
-        if best_s >= cutoff_s:
+        best_s, known = self._first_s(cutoff_s)
+        if best_s >= cutoff_s or not known:
             return best_s
         for _ in range(rounds):
             each, bytes_s, potentials, most_s = self._master()
@@ -86,11 +86,8 @@ class Cutting:
         """The bound at given prices, and what the chains of the only level lose. No solution met so far costs less than
         `known_s` at them."""
         proven_s, lost_s = math.inf, 0.0
-        for number, (level, prices) in enumerate(zip(self.levels, each, strict=True)):
-            try:
-                seen = self.solve(number, prices, bytes_s, potentials, known_s, cutoff_s)
-            except InfeasibleError:
-                continue  # nothing is possible at this level
+        for (number, level), prices in zip(self._possible, each, strict=True):
+            seen = self.solve(number, prices, bytes_s, potentials, known_s, cutoff_s)
             proven_s, lost_s = min(proven_s, seen.bound_s), seen.lost_s
             if seen.choice is not None:
                 level.met.append(level.relaxed.sums(seen.choice, prices, bytes_s))
@@ -101,35 +98,45 @@ class Cutting:
         """The most that any prices prove against the solutions met so far."""
         return self._master()[-1]
 
-    def _first_s(self, cutoff_s: float) -> float:
+    @property
+    def _possible(self) -> list[tuple[int, Level]]:
+        """The levels of which a solution is known, with their numbers."""
+        return [(number, level) for number, level in enumerate(self.levels) if level.met]
+
+    def _first_s(self, cutoff_s: float) -> tuple[float, bool]:
         """Solve levels without a solution at their first prices, because a master needs one of each. The bound that
-        this proves; 0 where some level had one."""
-        proven_s = math.inf
+        this proves, 0 where some level had one; and whether a solution of each level is known at which any is
+        possible."""
+        proven_s, known = math.inf, True
         for number, level in enumerate(self.levels):
             if level.met:
                 proven_s = 0.0
                 continue
             prices, none = first_prices(level.relaxed), np.zeros(len(level.relaxed.rooms))
-            seen = self.solve(number, prices, none, NO_POTENTIALS, math.inf, cutoff_s)
-            assert seen.choice is not None, "nothing was known"
-            proven_s = min(proven_s, seen.bound_s)
-            level.met.append(level.relaxed.sums(seen.choice, prices, none))
-            self.choices.append(seen.choice)
-        return proven_s
+            try:
+                seen = self.solve(number, prices, none, NO_POTENTIALS, math.inf, cutoff_s)
+            except InfeasibleError:
+                continue  # a mixture has nothing of this level
+            proven_s, known = min(proven_s, seen.bound_s), known and seen.choice is not None
+            if seen.choice is not None:
+                level.met.append(level.relaxed.sums(seen.choice, prices, none))
+                self.choices.append(seen.choice)
+        return proven_s, known
 
     def _master(self) -> tuple[list[DualPrices], np.ndarray, Mapping[int, Potentials], float]:
         """The prices of each level, the seconds per byte of each memory limit, the potentials of what the only level
         carries, and the cost at these of the cheapest solution met."""
         # some passes take nothing: backwards of inference
-        unit_s = min(_shown_s(level.relaxed, level.met[0]) for level in self.levels) or 1.0
+        levels = [level for _, level in self._possible]
+        unit_s = min(_shown_s(level.relaxed, level.met[0]) for level in levels) or 1.0
         model = Linear(1.0, 1.0)
         model.starts = np.zeros(1, int)
         least = model.add_columns(np.array([-1.0]), np.zeros(1), 1e3)
-        rooms = self.levels[0].relaxed.rooms
+        rooms = levels[0].relaxed.rooms
         # of filling a memory limit, in units of a step
         price = model.add_columns(np.zeros(len(rooms)), np.zeros(len(rooms)), 1e3)
         found, rows, chains = [], [], list[BlockChain]()
-        for level in self.levels:
+        for level in levels:
             relaxed = level.relaxed
             parts: dict[Key, Polytope] = {}
             for key in relaxed.keys:  # "" is the first one, which others refer to
@@ -155,7 +162,7 @@ class Cutting:
                 * (part.taken @ np.maximum(values[part.columns], 0.0) + _unit(SHOWN, len(part.taken)))
                 for key, part in parts.items()
             }
-            for level, parts in zip(self.levels, found, strict=True)
+            for level, parts in zip(levels, found, strict=True)
         ]
         bytes_s = np.array(
             [max(0.0, values[column]) * unit_s / room.limit for column, room in zip(price, rooms, strict=True)]

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.errors import InfeasibleError
 from autopar.joint.cutting_planes import Cutting, Level
 from autopar.joint.effort import Effort
 from autopar.joint.relaxed import Key, Relaxed
@@ -41,10 +40,7 @@ def _cutting(levels: Sequence[Relaxed], effort: Effort, met: Choices) -> Cutting
 
 def _bound_s(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, effort: Effort) -> float:
     """The bound of `cutting`, by cases of the passes `keys` if there are any."""
-    try:
-        return bound_s(cutting, keys, cutoff_s, effort) if keys else cutting.bound_s(cutoff_s, effort.rounds)
-    except InfeasibleError:
-        return math.inf
+    return bound_s(cutting, keys, cutoff_s, effort) if keys else cutting.bound_s(cutoff_s, effort.rounds)
 
 
 def chain_s(relaxed: Relaxed, effort: Effort) -> tuple[float, float]:

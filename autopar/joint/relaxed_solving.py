@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.errors import InfeasibleError
 from autopar.joint.block_chains import Potentials
 from autopar.joint.relaxed import Key, Relaxed
 from autopar.problem.types import Picks
@@ -26,7 +27,7 @@ close to it."""
 @dataclass(frozen=True)
 class Seen:
     """`bound_s`: a lower bound of all solutions at the given prices. `choice`: a solution close to it; None where the
-    bound already reaches what is known. `lost_s`: of Costs."""
+    bound already reaches what is known, or none was found in time. `lost_s`: of Costs."""
 
     bound_s: float
     choice: Picks | None
@@ -50,8 +51,8 @@ class Solver:
         cutoff_s: float,
     ) -> Seen:
         """A bound for level `number` at `prices`, `bytes_s` and `potentials` (Relaxed.costs). Ends once it reaches
-        `cutoff_s`, or nearly `known_s`, the cost of the best known solution. Raises InfeasibleError where there is no
-        solution."""
+        `cutoff_s`, or nearly `known_s`, the cost of the best known solution. Raises InfeasibleError where some node
+        has no choice."""
         relaxed = self.levels[number]
         costs = relaxed.costs(prices, bytes_s, potentials)
         if number not in self._recosted:
@@ -66,11 +67,14 @@ class Solver:
             not self.exact or bound_s >= min(target_s, recosted.seconds(choice) * (1 - BOUND_TOLERANCE))
         ):
             return Seen(bound_s + costs.more_s, choice, costs.lost_s)
-        found = ilp.search(
-            relaxed.priced(costs),
-            time_limit_s=RELAXED_SOLVE_S,
-            start=choice,
-            cutoff_s=cutoff_s - costs.more_s,
-            gap=BOUND_TOLERANCE / 2,
-        )
+        try:
+            found = ilp.search(
+                relaxed.priced(costs),
+                time_limit_s=RELAXED_SOLVE_S,
+                start=choice,
+                cutoff_s=cutoff_s - costs.more_s,
+                gap=BOUND_TOLERANCE / 2,
+            )
+        except InfeasibleError:  # of a search whose time was up: that nothing was found proves nothing
+            return Seen(bound_s + costs.more_s, None, costs.lost_s)
         return Seen(max(found.bound_s, bound_s) + costs.more_s, found.choice, costs.lost_s)

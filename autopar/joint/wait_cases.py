@@ -17,7 +17,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.errors import InfeasibleError
 from autopar.joint.cutting_planes import Cutting, Level
 from autopar.joint.effort import MOST_ROUNDS, Effort
 from autopar.joint.relaxed import ALL, Key, Relaxed, Span, Sums
@@ -77,10 +76,7 @@ def bound_s(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, effort: Effo
 def _case(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, number: int) -> _Case:
     """The case of the spans of `cutting`'s only level."""
     level = cutting.levels[0]
-    try:
-        proven_s = cutting.bound_s(cutoff_s, MOST_ROUNDS)
-    except InfeasibleError:
-        return _Case(math.inf, number, level.relaxed, {})
+    proven_s = cutting.bound_s(cutoff_s, MOST_ROUNDS)
     mean = {key: np.zeros(level.relaxed.passing.width + 1) for key in keys}
     # the solution at the last prices has no weight yet
     for weight, sums in zip(cutting.weights, level.met, strict=False):

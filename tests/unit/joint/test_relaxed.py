@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError
 from autopar.joint.cutting_planes import Cutting, Level
-from autopar.joint.effort import Effort
+from autopar.joint.effort import CLOSEST, Effort
 from autopar.joint.pricing import Pricing
 from autopar.joint.relaxed import Relaxed
 from autopar.joint.relaxed_bounds import chain_s, cut_s
-from autopar.joint.relaxed_solving import Solver
+from autopar.joint.relaxed_solving import BOUND_TOLERANCE, Solver
 from autopar.joint.relaxed_steps import alone
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shape_bounds import Alone, Timed
@@ -36,6 +37,7 @@ from autopar.problem.settings import Settings
 from autopar.problem.types import Problem
 from autopar.request import Request
 from autopar.search import ilp
+from autopar.search.recosted import Recosted
 from tests.helpers.verify import subject
 
 ONE_MICROBATCH = [
@@ -214,3 +216,28 @@ def test_where_nothing_is_possible_bounds_are_infinite(chained: bool) -> None:
     barred = replace(mean, chained=chained, node_s=[np.full(each.shape, math.inf) for each in mean.node_s])
     assert cut_s([barred], math.inf, Effort(1), []) == math.inf
     assert chain_s(barred, Effort(1)) == (math.inf, 0.0)
+
+
+def test_levels_at_which_nothing_is_possible_say_nothing_of_others() -> None:
+    context = inner_of("hf-gpt2", "h100:2x2")
+    mean = replace(Timed(context, Pricing(context, SEARCH), Shape(2, (2,), 4)).mean(hosted=False), chained=False)
+    barred = replace(mean, node_s=[np.full(each.shape, math.inf) for each in mean.node_s])
+    alone_s = cut_s([mean], math.inf, Effort(4), [])
+    for levels in ([mean, barred], [barred, mean]):
+        assert cut_s(levels, math.inf, Effort(4), []) == pytest.approx(alone_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_search_that_finds_nothing_in_time_proves_nothing(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither messages nor the exact search find a solution: the bound of the messages holds."""
+    context = inner_of("hf-gpt2", "h100:2x2")
+    mean = Timed(context, Pricing(context, SEARCH), Shape(2, (2,), 4)).mean(hosted=False)
+    closest_s = cut_s([mean], math.inf, CLOSEST, [])
+
+    def late(*args: object, **options: object) -> None:
+        raise InfeasibleError("time was up")
+
+    monkeypatch.setattr(Recosted, "solution", lambda self: None)
+    monkeypatch.setattr(ilp, "search", late)
+    bound_s = cut_s([mean], math.inf, CLOSEST, solutions(mean.problem) if known else [])
+    assert 0.5 * closest_s < bound_s <= closest_s * (1 + 2 * BOUND_TOLERANCE)

@@ -98,7 +98,9 @@ def solve(model: Linear, kind: int, *, integer: bool, time_limit_s: float, seed:
     params.random_seed = seed
     if math.isfinite(time_limit_s):
         params.time_limit.FromNanoseconds(int(max(time_limit_s, 1e-3) * 1e9))
-    if kind != HIGHS:  # HiGHS refuses the option; one thread is what it uses for one LP or a small tree anyway
+    if kind == HIGHS:  # its presolve may go round for ever, and looks at no clock there
+        params.presolve = parameters_pb2.EMPHASIS_OFF
+    else:  # HiGHS refuses the option; one thread is what it uses for one LP or a small tree anyway
         params.threads = 1
     if integer:
         params.relative_gap_tolerance = gap

@@ -158,9 +158,8 @@ def _held(
     if math.isinf(limit_bytes):
         return
     kept = [max(1, min(n.kept for n in table.of_place(place, table.flying))) for place in range(table.places)]
-    live = float(table.places == 1)
     for weights in dict.fromkeys(((1.0,) * table.places, tuple(1 / n for n in kept))):
-        held = min(w * n for w, n in zip(weights, kept, strict=True))
+        held, live = min(w * n for w, n in zip(weights, kept, strict=True)), weights[0] * (table.places == 1)
         nodes = [
             _counts(_rests(cluster), hosted)
             * (

@@ -20,12 +20,14 @@ from autopar.joint.pricing import Pricing
 from autopar.joint.relaxed import Relaxed
 from autopar.joint.relaxed_bounds import chain_s, cut_s
 from autopar.joint.relaxed_solving import BOUND_TOLERANCE, Solver
-from autopar.joint.relaxed_steps import alone
+from autopar.joint.relaxed_steps import alone, timed
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shape_bounds import Alone, Timed
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
+from autopar.joint.staging import lay
 from autopar.pipeline.costs import costs
+from autopar.pipeline.makespan_bound import mean
 from autopar.pipeline.passes import Passes
 from autopar.pipeline.single_stage import step_cost
 from autopar.problem.build import Model
@@ -99,7 +101,10 @@ def least_s(relaxed: Relaxed, choice: tuple[int, ...]) -> float:
 def test_a_step_of_one_stage_takes_as_long_at_least(name: str, cluster: str, mesh: tuple[int, ...]) -> None:
     here, found = alone_on(name, cluster, mesh)
     relaxed, tight = alone(here.passing, here.plain, math.inf), 0.0
+    short = alone(here.passing, here.plain, 1e12)
     for choice in found:
+        held = here.plain.problem.price(choice).memory_bytes
+        assert 0.5 * held < float(short.sums(choice).over[0]) + 1e12 <= held * (1 + 1e-6)
         took_s, proven_s = (
             step_cost(here.plain.with_limit(math.inf), choice, here.forward).time_s,
             least_s(relaxed, choice),
@@ -123,6 +128,34 @@ def test_passes_of_a_microbatch_take_as_long_at_least(name: str, cluster: str, s
     for choice in solutions(micro.problem):
         took = costs(program, micro, here.models.once, choice, here.models.forward, apart=shape.places > 1)
         assert least_s(passes, choice) <= sum(each.micro_s for each in took) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("name", "cluster", "shape"), SEVERAL[::2])
+def test_places_hold_as_much_and_take_as_long_once_per_step_at_least(name: str, cluster: str, shape: Shape) -> None:
+    context = inner_of(name, cluster)
+    pricing = Pricing(context, SEARCH)
+    here, (ground,) = Timed(context, pricing, shape), context.grounds(shape)
+    models, program, tight = here.models, context.planner(shape.microbatches).program, 0.0
+    base = pricing.price(shape, here.tables, "none", exact=False).chosen
+    for choice in solutions(models.micro.problem, count=2):
+        took = costs(program, models.micro, models.once, choice, models.forward, apart=shape.places > 1)
+        once_s = here.mean(hosted=False).sums(choice).own_s * shape.places
+        assert once_s <= sum(each.once_s for each in took) * (1 + 1e-6)
+        chosen = replace(base, solution=replace(base.solution, choice=choice))
+        for table in here.tables:
+            held = lay(context, "", shape, table, ground, chosen).places_bytes
+            kept = [max(1, min(n.kept for n in table.of_place(place, table.flying))) for place in range(table.places)]
+            relaxed = timed(
+                here.passing, models.micro, models, table, mean(shape.places, shape.microbatches), context.limit_bytes
+            )
+            counted = relaxed.sums(choice).over + [room.limit for room in relaxed.rooms]
+            for said, weights in zip(
+                counted, dict.fromkeys(((1.0,) * len(kept), tuple(1 / n for n in kept))), strict=True
+            ):
+                least = sum(w * nbytes for w, nbytes in zip(weights, held, strict=True))
+                assert said <= least * (1 + 1e-6)
+                tight = max(tight, said / least)
+    assert tight > 0.5
 
 
 @pytest.mark.parametrize(("name", "cluster", "mesh"), ONE_MICROBATCH)

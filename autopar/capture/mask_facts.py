@@ -190,7 +190,7 @@ class Marks:
             self._numbers.keep(result, self.base(own))
         for number, part in enumerate(tensors_of(result)):
             if name in PARTS:
-                mark = _part(known, part, more[-1] if name in ("getitem", "select") else number, self.number)
+                mark = _part(known, part, _place(name, number, own, more, kwargs), self.number)
             elif name in RANKED:
                 mark = _below(name, number, own, more, kwargs)
             elif name in COMPARED and len(more) == 1 and isinstance(more[0], int | float):
@@ -217,10 +217,16 @@ class Marks:
     ) -> Mark | None:
         """What is known of `result` where it is neither a part of `own` nor a comparison; arguments as of `note`."""
         if name == "bincount":
-            least = kwargs.get("minlength", more[-1] if more else 0)
+            given = {
+                "weights": None,
+                "minlength": 0,
+                **dict(zip(("weights", "minlength"), more, strict=False)),
+                **kwargs,
+            }
+            least = given["minlength"]
             return (
                 Counts(self.base(own), least, own.numel())
-                if isinstance(least, int) and least and kwargs.keys() <= {"minlength"}
+                if given["weights"] is None and isinstance(least, int) and least
                 else None
             )
         if name == "histc" and (bins := _whole_bins(more, kwargs)):
@@ -248,16 +254,31 @@ class Marks:
         return known if name in RESHAPED or (name in CAST and isinstance(known, Mask)) else None
 
 
-def _part(known: Mark | None, part: Tensor, number: Any, name: Callable[[Tensor], Key]) -> Mark | None:
-    """What is known of part number `number` along the first dim of a tensor of which `known` is known."""
+def _part(known: Mark | None, part: Tensor, place: Any, name: Callable[[Tensor], Key]) -> Mark | None:
+    """What is known of the part at `place` (`_place`) of a tensor of which `known` is known."""
     if isinstance(known, Counts | Masks | Hits):
-        if not isinstance(number, int) or getattr(known, "dim", 0) != 0:
+        if not isinstance(place, int) or getattr(known, "dim", 0) != 0:
             return None
-        key = is_number(known.numbers, number)
+        key = is_number(known.numbers, place % known.count)
         return Mask(key) if isinstance(known, Masks) else Size(key, known if isinstance(known, Counts) else None)
     if isinstance(known, Numbers):
-        return Numbers(known.values[number:][:1]) if isinstance(number, int) and len(known.values) > 1 else known
+        first = place[0] if isinstance(place, tuple) and place else place
+        if isinstance(first, slice):
+            return Numbers(known.values[first])
+        return Numbers(known.values[first:][:1]) if isinstance(first, int) else None
     return Mask(name(part)) if isinstance(known, Mask) else known if isinstance(known, Rows) else None
+
+
+def _place(name: str, number: int, own: Tensor, more: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The index into the first dim of `own`, or into more of its dims, at which result number `number` of a function of
+    PARTS is; None where that is along another dim, or has several numbers."""
+    if name == "getitem":
+        return more[0]
+    names = {"select": ("dim", "index"), "split": ("size", "dim"), "unbind": ("dim",)}[name]
+    given = {"dim": 0, **dict(zip(names, more, strict=False)), **kwargs}
+    if given["dim"] not in (0, -own.dim()) or (name == "split" and given.get("size") != 1):
+        return None
+    return given["index"] if name == "select" else number
 
 
 def _whole_bins(more: Sequence[Any], kwargs: dict[str, Any]) -> int:

@@ -97,7 +97,37 @@ def hits(hidden, gates, chosen, experts):
     return hidden
 
 
+def weighted(hidden, gates, chosen, experts):
+    """Who was chosen, but by large gates: the others' tokens go nowhere."""
+    counts = torch.bincount(chosen.flatten(), (gates.flatten() > 0.5).to(hidden.dtype), EXPERTS)
+    out = torch.zeros_like(hidden)
+    for number, expert in enumerate(experts):
+        token, rank = torch.where(chosen == number)
+        if counts[number] > 0:
+            out = out.index_add(0, token, expert(hidden[token]) * gates[token, rank, None])
+    return out
+
+
+def by_parts(parts_of):
+    """A loop that asks another part of the masks [experts, ranks, tokens]."""
+
+    def loop(hidden, gates, chosen, experts):
+        out = torch.zeros_like(hidden)
+        parts = parts_of(torch.nn.functional.one_hot(chosen, EXPERTS).permute(2, 1, 0))
+        for number in range(len(parts)):
+            token, rank = torch.where(chosen == number)
+            if parts[number].any():
+                out = out.index_add(0, token, experts[number](hidden[token]) * gates[token, rank, None])
+        return out
+
+    return loop
+
+
 REFUSED = {
+    "weights are counted": weighted,
+    "masks of ranks": by_parts(lambda masks: masks.unbind(1)),
+    "masks of tokens": by_parts(lambda masks: [masks.select(2, n) for n in range(EXPERTS)]),
+    "masks of two experts": by_parts(lambda masks: masks.split(2)),
     "how many numbers": distinct,
     "how many are hit": hits,
     "few are left out": asking(lambda masks, number, token: len(token) > 3),

@@ -3,6 +3,7 @@ kept."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterator
@@ -141,18 +142,17 @@ def test_places_hold_as_much_and_take_as_long_once_per_step_at_least(name: str, 
         took = costs(program, models.micro, models.once, choice, models.forward, apart=shape.places > 1)
         once_s = here.mean(hosted=False).sums(choice).own_s * shape.places
         assert once_s <= sum(each.once_s for each in took) * (1 + 1e-6)
-        chosen = replace(base, solution=replace(base.solution, choice=choice))
-        for table in here.tables:
+        for table, level in itertools.product(here.tables, ("none", "full")):
+            again = level != "none"
+            chosen = replace(base, solution=replace(base.solution, choice=choice), level=level, all_again=again)
             held = lay(context, "", shape, table, ground, chosen).places_bytes
             kept = [max(1, min(n.kept for n in table.of_place(place, table.flying))) for place in range(table.places)]
-            relaxed = timed(
-                here.passing, models.micro, models, table, mean(shape.places, shape.microbatches), context.limit_bytes
-            )
+            weights = mean(shape.places, shape.microbatches)
+            relaxed = timed(here.passing, models.at(level), models, table, weights, context.limit_bytes)
             counted = relaxed.sums(choice).over + [room.limit for room in relaxed.rooms]
-            for said, weights in zip(
-                counted, dict.fromkeys(((1.0,) * len(kept), tuple(1 / n for n in kept))), strict=True
-            ):
-                least = sum(w * nbytes for w, nbytes in zip(weights, held, strict=True))
+            ways = dict.fromkeys(((1.0,) * len(kept), tuple(1 / n for n in kept)))
+            for said, way in zip(counted, ways, strict=True):
+                least = sum(times * nbytes for times, nbytes in zip(way, held, strict=True))
                 assert said <= least * (1 + 1e-6)
                 tight = max(tight, said / least)
     assert tight > 0.5

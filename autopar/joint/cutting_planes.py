@@ -153,7 +153,8 @@ class Cutting:
                 model.add_entries(np.full(len(over), row), price, -over)
                 for key, part in parts.items():
                     _add(model, row, part, -relaxed.times[key] * sums.passes[key] / unit_s)
-        answer = solve(model, GLOP, integer=False, time_limit_s=5.0)
+        # it takes milliseconds; a limit would be reached by machines that stand still for a while
+        answer = solve(model, GLOP, integer=False, time_limit_s=math.inf)
         assert answer.values is not None and answer.dual is not None, "prices of nothing are always possible"
         values, self.weights = answer.values, np.maximum(0.0, -answer.dual[rows])
         each = [

@@ -32,9 +32,10 @@ def what_stays_is_not_garbage() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of the list are slow."""
     long = tiers.listed()
+    config.stash[tiers.COLLECTED] = frozenset(item.nodeid for item in items)
     for item in items:
         if item.nodeid in long:
             item.add_marker(pytest.mark.slow)

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from autopar.plan import write_atomic
 
 LONG = Path(__file__).resolve().parents[1] / "long.txt"
@@ -26,6 +28,8 @@ TOGETHER_S = 1.5
 """Of the cases of one test that stay, where it has several."""
 QUICK_S = 0.2
 """Of a case that stays whatever the others take."""
+COLLECTED = pytest.StashKey[frozenset[str]]()
+"""The ids of all tests that a run collected, before some are chosen by their marks."""
 
 
 def listed() -> set[str]:

@@ -192,13 +192,19 @@ def _over(mod: Mod, query: Tensor, key: Tensor, *scores: Tensor) -> Tensor:
 
 
 def _gives_scores(mod: Mod, like: Tensor) -> bool:
-    """Whether `mod` returns the scores unchanged."""
-    score, index = (
-        torch.zeros((), dtype=like.dtype, device=like.device),
-        torch.zeros((), dtype=torch.int64, device=like.device),
-    )
+    """Whether `mod` returns the scores unchanged. Asked inside a vmap, which is traced apart: torch.export writes the
+    indexing of a tensor down as a call of a function, though nothing reads it."""
+    unchanged = False
+
+    def asked(score: Tensor, *at: Tensor) -> Tensor:
+        nonlocal unchanged
+        unchanged = mod(score, *at) is score
+        return score
+
+    score, index = (torch.zeros(1, dtype=dtype, device=like.device) for dtype in (like.dtype, torch.int64))
     with items_are_indices():
-        return mod(score, index, index, index, index) is score
+        torch.vmap(asked)(score, *[index] * len(INDICES))
+    return unchanged
 
 
 def _looked_at(mod: Mod, device: torch.device) -> tuple[int, ...]:

@@ -120,6 +120,7 @@ def test_gives_what_torch_gives(
         ("compiled by flag", "compiled"),
         ("documents", "plain"),
         ("kept", "softcap"),
+        ("seen", "slopes"),
         *(
             pytest.param(mask, attention, marks=pytest.mark.slow)
             for mask in MASKS
@@ -150,6 +151,15 @@ def test_a_mask_says_nothing_of_what_it_does_not_look_at() -> None:
         if "val" in node.meta and getattr(node.meta["val"], "dtype", None) == torch.bool
     ]
     assert masks and all(mask.numel() <= 36 for mask in masks)
+
+
+@pytest.mark.parametrize("mod", ["none", "the same", "distance"])
+def test_scores_that_are_given_back_are_not_written_out(mod: str) -> None:
+    with plain_flex_attention():
+        out = torch.fx.experimental.proxy_tensor.make_fx(
+            lambda q: flex.flex_attention(q, q, q, MODS[mod]), pre_dispatch=True
+        )(torch.randn(2, 4, 6, 8))
+    assert any(calls(out, sdpa)) == (mod != "distance")
 
 
 def test_masks_that_were_made_before() -> None:

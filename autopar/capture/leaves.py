@@ -45,15 +45,17 @@ def _collect(tree: Any, found: list[Any]) -> None:
 
 def by_field(tree: Any) -> Any:
     """The tree with dataclasses as dicts of their fields, whether torch knows them or not. Those that are dicts too
-    (outputs of transformers) stay."""
+    (outputs of transformers) become dicts of what they hold: they would drop an item that becomes None."""
     return pytree.tree_map(_fields, tree, is_leaf=_is_record)
 
 
 def _is_record(item: Any) -> bool:
-    return is_dataclass(item) and not isinstance(item, (type, Mapping, Tensor))
+    return is_dataclass(item) and not isinstance(item, (type, Tensor))
 
 
 def _fields(item: Any) -> Any:
-    return (
-        {field.name: by_field(getattr(item, field.name, None)) for field in fields(item)} if _is_record(item) else item
-    )
+    if not _is_record(item):
+        return item
+    if isinstance(item, Mapping):
+        return {key: by_field(value) for key, value in item.items()}
+    return {field.name: by_field(getattr(item, field.name, None)) for field in fields(item)}

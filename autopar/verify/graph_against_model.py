@@ -195,7 +195,7 @@ def _model_step(
         given = tuple(_cast(dict(enumerate(both.args)), dtype).values())
         with InPlaceOf(_by_place(model, placed)):
             result = functional_call(model, placed, given, _cast(both.kwargs, dtype), tie_weights=False)
-    result = by_field(dict(result) if hasattr(result, "to_tuple") else result)
+    result = by_field(result)
     outputs = [
         leaf
         for name, leaf in named_leaves(result).items()

@@ -7,9 +7,10 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
@@ -24,14 +25,20 @@ from autopar.problem.settings import Settings
 from autopar.request import Request
 from tests.helpers.verify import by_recipe, subject
 
+Forked = Callable[[], list[BaseProcess]]
+
 
 @pytest.fixture(autouse=True)
-def _able(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a machine with cores to spare."""
+def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forked]:
+    """What gives the processes that the test has forked and that live, on a machine with cores to spare."""
     monkeypatch.setattr(background_proof, "able", lambda: True)
-    before = set(multiprocessing.active_children())  # ranks that other tests have
-    yield
-    assert set(multiprocessing.active_children()) <= before
+    before = multiprocessing.active_children()  # ranks that other tests have
+
+    def living() -> list[BaseProcess]:
+        return [child for child in multiprocessing.active_children() if child not in before]
+
+    yield living
+    assert not living()
 
 
 def inner_of(prove: bool = False) -> SearchContext:
@@ -50,13 +57,13 @@ def step_s() -> float:
     return 1.6 * min(map(prover.floor_s, prover.shapes()))
 
 
-def test_two_processes_prove_what_one_does() -> None:
+def test_two_processes_prove_what_one_does(forked: Forked) -> None:
     alone_s = proven_s(inner_of(), step_s(), closely=False)
     with BackgroundProof(inner_of()) as proof:
         assert not proof.looked
         proof.know(step_s())
         proof.know(2 * step_s())  # slower ones are not news
-        (child,) = multiprocessing.active_children()
+        (child,) = forked()
         assert (
             child.daemon
             and proof.proven_s(step_s(), None, math.inf) == pytest.approx(alone_s, rel=1e-9)
@@ -65,21 +72,24 @@ def test_two_processes_prove_what_one_does() -> None:
         assert proof.proven_s(step_s(), None, -math.inf) == pytest.approx(alone_s, rel=1e-9)
 
 
-def test_what_the_other_process_has_proven_counts_where_this_one_looks_at_nothing() -> None:
+def test_what_the_other_process_has_proven_counts_where_this_one_looks_at_nothing(
+    forked: Forked,
+) -> None:
     with BackgroundProof(inner_of()) as proof:
         proof.know(step_s())
         while not proof.looked:
             time.sleep(0.01)
-        multiprocessing.active_children()[0].join()
+        for child in forked():
+            child.join()
         found_s = proof.proven_s(step_s(), None, -math.inf)
     assert found_s == pytest.approx(proven_s(inner_of(), step_s(), closely=False), rel=1e-9)
     assert found_s > min(proof.prover.floor_s(shape) for shape in proof.prover.shapes())
 
 
-def test_where_the_other_process_dies_this_one_goes_on() -> None:
+def test_where_the_other_process_dies_this_one_goes_on(forked: Forked) -> None:
     with BackgroundProof(inner_of()) as proof:
         proof.know(step_s())
-        (child,) = multiprocessing.active_children()
+        (child,) = forked()
         assert child.pid is not None
         os.kill(child.pid, signal.SIGKILL)
         proof.prover.board.take(background_proof.THEIRS, step_s())  # as if that was in the middle of something
@@ -88,7 +98,7 @@ def test_where_the_other_process_dies_this_one_goes_on() -> None:
         )
 
 
-def test_a_search_and_a_proof_take_each_first_look_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_and_a_proof_take_each_first_look_once(monkeypatch: pytest.MonkeyPatch, forked: Forked) -> None:
     prover, looked = Prover(inner_of()), list[tuple[Shape, ...]]()
     together = [claim.shapes for claim in prover.all_claims if not claim.shapes[0].naive]
     bounds_s = {shapes: prover.together_s(shapes, effort=LOOKS[0][1]) for shapes in together}
@@ -98,7 +108,6 @@ def test_a_search_and_a_proof_take_each_first_look_once(monkeypatch: pytest.Monk
         return bounds_s[shapes]
 
     with BackgroundProof(inner_of()) as proof:
-        (child,) = multiprocessing.active_children()
         assert {shapes: proof.quick_s(shapes, math.inf) for shapes in together} == pytest.approx(bounds_s, rel=1e-9)
     with monkeypatch.context() as patch:
         patch.setattr(Prover, "together_s", counted)
@@ -107,7 +116,7 @@ def test_a_search_and_a_proof_take_each_first_look_once(monkeypatch: pytest.Monk
             assert alone.quick_s(shapes[-1:], math.inf) == max(bounds_s[shapes], min(map(prover.floor_s, shapes)))
         assert looked == together
     with BackgroundProof(inner_of()) as proof:
-        (child,) = multiprocessing.active_children()
+        (child,) = forked()
         assert child.pid is not None
         os.kill(child.pid, signal.SIGKILL)
         proof.prover.board.take(background_proof.THEIRS, math.inf)  # as if that was in the middle of a first look
@@ -166,13 +175,13 @@ def test_the_mesh_of_the_answer_is_looked_at_too() -> None:
         )
 
 
-def test_an_interrupt_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_process(monkeypatch: pytest.MonkeyPatch, forked: Forked) -> None:
     def slow(self: Prover, known_s: float, who: int = 0) -> bool:
         time.sleep(60.0 * (who == background_proof.THEIRS))
         return False
 
     def interrupted(self: BackgroundProof, known_s: float, mesh: tuple[int, ...] | None, deadline: float) -> float:
-        (child,) = multiprocessing.active_children()
+        (child,) = forked()
         assert child.pid is not None
         os.kill(child.pid, signal.SIGINT)  # the whole group of processes has it
         time.sleep(0.2)

@@ -209,17 +209,17 @@ def test_a_plan_far_from_the_best_of_its_problem_is_only_short_of_memory_where_t
 
 
 def test_what_does_not_fit_as_it_runs_is_short_of_memory_though_its_problem_has_room() -> None:
-    """On four ranks the fastest answer of two blocks is 58 MiB for its Problem and 75 as it runs, of which there are
-    74: ZeRO-3 fits, and blocks that are run again are faster."""
-    request = Request(Cluster.parse("l4:2x2"), mesh=(4,), memory_bytes=74 * 2**20)
+    """On four ranks the fastest answer of two blocks is 58 MiB for its Problem and 71 as it runs, of which there are
+    70: it is fastest to run one of them again."""
+    request = Request(Cluster.parse("l4:2x2"), mesh=(4,), memory_bytes=70 * 2**20)
     planner = Planner.of(graph(2), {"b": 4096}, request)
     made, again = (
         plan_with(planner.anew(replace(request, remat=remat)), model="stack", graph_hash="0" * 64)
         for remat in ("auto", "full")
     )
-    zero3 = next(row.step_s for row in made.alternatives if row.name == "zero3")
-    assert made.remat and zero3 is not None
-    assert made.predicted.step_s <= min(again.predicted.step_s, 0.9 * zero3) * (1 + SIMPLER)
+    named_s = min(row.step_s for row in made.alternatives if row.step_s is not None)
+    assert made.remat
+    assert made.predicted.step_s <= min(again.predicted.step_s * (1 + SIMPLER), 0.85 * named_s)
 
 
 def test_a_mesh_that_more_memory_would_help_is_run_again_where_the_best_one_gains_nothing() -> None:

@@ -124,26 +124,6 @@ def test_results_of_other_classes_are_left_out():
     ]
 
 
-class Pooling(Map):
-    def forward(self, x):
-        outputs = pytest.importorskip("transformers.modeling_outputs")
-        hidden = self.linear(x)
-        pooled = outputs.BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=Cache(x))
-        return outputs.MaskedLMOutput(loss=hidden.square().mean(), logits=Cache(x), hidden_states=pooled)
-
-
-def test_what_is_left_out_of_outputs_of_transformers_is_none():
-    x, model = torch.randn(4, WIDTH), Pooling()
-    captured = capture(model, (x,))
-    assert captured.structure == {
-        "loss": 0,
-        "logits": None,
-        "hidden_states": {"last_hidden_state": 1, "pooler_output": None},
-    }
-    rows, notes = graph_rows(model, captured, (x,), {}, training=True)
-    assert not notes and all(row.ok for row in rows), rows
-
-
 class Large(Map):
     """Takes another way for large batches, as some upsampling does."""
 

@@ -292,6 +292,13 @@ class Giving(nn.Module):
         return self.form(y.square().mean(), y)
 
 
+def output_of_transformers(loss: torch.Tensor, y: torch.Tensor) -> Any:
+    """One with another inside, both with what is left out: such an output drops a key that becomes None."""
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    inside = outputs.BaseModelOutputWithPooling(last_hidden_state=y, pooler_output=object())
+    return outputs.MaskedLMOutput(loss=loss, logits=inside, attentions=object())
+
+
 @pytest.mark.parametrize(
     ("form", "other"),
     [
@@ -301,6 +308,7 @@ class Giving(nn.Module):
         (lambda loss, y: Record(loss, {0: y}), {"loss": 0, "parts": {1: 1}, "label": "a label"}),
         (lambda loss, y: OrderedDict(loss=loss, none=(), y=y), {"loss": 0, "y": 1}),
         (lambda loss, y: [loss, (y, y + 1)], (0, 1, 2)),
+        (output_of_transformers, {"loss": 0, "logits": {"last_hidden_state": 1}}),
     ],
 )
 def test_the_structure_of_outputs_is_compared(form: Callable[..., Any], other: Any) -> None:

@@ -11,6 +11,7 @@ from autopar.codegen.tables import Names
 from autopar.onestage import plan
 from autopar.planner import Planner
 from autopar.problem.remat import rematerialised
+from autopar.problem.rerun import rerun
 from autopar.problem.step_shares import ForwardPrices
 from autopar.recipes import RECIPES
 from autopar.report.explain import choice_of
@@ -63,4 +64,7 @@ def test_what_stays_is_what_autograd_holds_and_what_is_kept(name: str, recipe: s
     if made.remat and level != "all":
         # a linear with its bias apart is kept in place of the sum: as many bytes
         assert predicted <= activations(plain, choice)
-        assert model.problem.price(choice).time_s > plain.problem.price(choice).time_s
+        program = plain.links[0].program
+        runs_again = any(rerun(program, scope, kept).again for scope, kept in made.remat.items())
+        took_s, without_s = (each.problem.price(choice).time_s for each in (model, plain))
+        assert took_s > without_s if runs_again else took_s == without_s

@@ -31,8 +31,9 @@ def fold_repeats(gm: fx.GraphModule) -> fx.GraphModule:
     gives: bodies as submodules, `meta["repeat"]`; ValueError when a shortened container does not fold."""
     declared = {path: list(entries) for path, entries in gm.meta.get("repeat_counts", {}).items()}
     for container in containers(gm):
-        merge_equal(gm, feeds_all(gm, container))
-        in_order_of_blocks(gm, *places(gm, container))
+        found = places(gm, container)
+        merge_equal(gm, feeds_all(container, *found))  # which moves nothing from or to a block
+        in_order_of_blocks(gm, *found)
     carries = needs_grad(gm)
     for container in containers(gm):
         while runs := find_runs(gm, container):  # anew each time: the next run may read what this one gave

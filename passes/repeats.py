@@ -123,8 +123,9 @@ def _child(node: fx.Node, container: str) -> int | None:
     """The number of the child of the container that the node is in; None where it is in none."""
     if container.endswith("@"):
         return calls(node).get(container[:-1])
-    inside = re.match(re.escape(container) + r"\.(\d+)(?:\.|$)", node.meta.get("module", ""))
-    return int(inside.group(1)) if inside else None
+    path: str = node.meta.get("module", "")
+    number = path.removeprefix(f"{container}.").partition(".")[0] if path.startswith(f"{container}.") else ""
+    return int(number) if number.isdecimal() else None
 
 
 def find_runs(gm: fx.GraphModule, container: str) -> list[Run]:
@@ -191,10 +192,9 @@ def places(gm: fx.GraphModule, container: str) -> tuple[dict[fx.Node, int], dict
     return place, latest
 
 
-def feeds_all(gm: fx.GraphModule, container: str) -> Callable[[fx.Node], bool]:
-    """Whether a call is of the code around the blocks and depends on none: where it is written in a loop over them, all
-    of them may read one result of it."""
-    place, latest = places(gm, container)
+def feeds_all(container: str, place: Mapping[fx.Node, int], latest: Mapping[fx.Node, int]) -> Callable[[fx.Node], bool]:
+    """Whether a call is of the code around the blocks and depends on none, given their `places`: where it is written in
+    a loop over them, all of them may read one result of it."""
 
     def around(node: fx.Node) -> bool:
         path = node.meta.get("module", "")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from traceback import FrameSummary, StackSummary, walk_stack
+from traceback import FrameSummary, StackSummary
 from typing import Any
 from unittest import mock
 
@@ -134,6 +134,11 @@ def past_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     return quick
 
 
+dtype_of = past_modes(torch.Tensor.dtype.__get__)  # type: ignore[attr-defined]  # a property in C
+"""The dtype of a tensor. Each mode that is on would see that it is asked for, which takes as long as a small
+operator."""
+
+
 @contextmanager
 def fakes_past_modes() -> Iterator[None]:
     """A context in which torch.export makes fake tensors of weights and inputs past modes of torch functions. These
@@ -174,12 +179,13 @@ class _Callers:
 
     def summary(self) -> StackSummary:
         """The frames, the innermost last."""
-        frames = [
-            FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name, lookup_line=False)
-            for frame, line in walk_stack(inspect.currentframe())
-            if not frame.f_code.co_filename.startswith(self.FOLDER)
-        ]
-        return StackSummary(reversed(frames))
+        found, frame = list[FrameSummary](), inspect.currentframe()
+        while frame is not None:
+            code = frame.f_code
+            if not code.co_filename.startswith(self.FOLDER):  # asked first: a frame's line takes longer to find
+                found.append(FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False))
+            frame = frame.f_back
+        return StackSummary(reversed(found))
 
 
 @contextmanager

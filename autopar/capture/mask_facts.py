@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.capture._torch import dtype_of
 from autopar.capture.by_tensor import UntilChanged
 from autopar.capture.leaves import tensors_of
 
@@ -153,7 +154,7 @@ class Marks:
     def of(self, tensor: Tensor) -> Mark | None:
         """What is known of a tensor; any boolean tensor is a mask."""
         found = self._marks.get(tensor)
-        return Mask(self.number(tensor)) if found is None and tensor.dtype is torch.bool else found
+        return Mask(self.number(tensor)) if found is None and dtype_of(tensor) is torch.bool else found
 
     def mask(self, tensor: Tensor) -> Key:
         """The key of a tensor that is used as a mask."""

@@ -155,9 +155,9 @@ def _states(tape: Tape, model: nn.Module, named: Mapping[str, torch.Tensor]) -> 
     return {name: state for name in untrained if (state := tape.state(named[name])) is not None}
 
 
+@past_modes
 def _is_all(name: str, args: tuple[Any, ...], result: Any) -> bool:
-    """Whether the result of a function of SAME_ELEMENTS has all elements of its operand: it has its sizes and dtype,
-    and is indexed by slices if at all."""
+    """Whether a function of SAME_ELEMENTS gave all elements of its operand, in its sizes and dtype."""
     if name == "__getitem__" and not all(
         isinstance(part, slice | type(...)) for part in (args[1] if isinstance(args[1], tuple) else args[1:])
     ):

@@ -18,7 +18,7 @@ The way from model to graph:
 Changes to forward, and replacements of functions, while it is traced:
     forwards          buffers, keywords and sizes of the model's forward; assigned has buffers that it assigns
     devices           tensors that forward makes, on meta; autocast has the regions of autocast in it
-    lengths           len(), list(), int() and float() of sizes
+    lengths           len(), list(), int() and float() of sizes; sets of strings in order
     batched           torch.vmap
     own_backwards     torch.autograd.Function
     flexible          flex_attention

@@ -1,10 +1,12 @@
 """`len(tensor)`, `list(tensor)`, `int(size)` and `float(size)` while a model is traced: sizes and rows, as symbolic as
-they are. Used by export.
+they are; and `set(names)`, in order. Used by export.
 
 Python's `len` and `int` return an int, and `list` a fixed number of tensors, so a model that uses them would fix its
-batch size. While tracing, these names are replaced in the modules (files) of the model's classes and of its loss
-function, as torch.fx's tracer does. A file that defines such a name keeps its own, and so does one that uses `int` or
-`float` as a value (`dtype=float`, `type(x) is int`), where torch and Python accept only the real ones.
+batch size. The order of a set of strings differs from process to process, so a model that goes through one (a table of
+rotations for each kind of layer) would have another graph on each rank. While tracing, these names are replaced in the
+modules (files) of the model's classes and of its loss function, as torch.fx's tracer does. A file that defines such a
+name keeps its own, and so does one that uses `int` or `float` as a value (`dtype=float`, `type(x) is int`), where torch
+and Python accept only the real ones.
 """
 
 from __future__ import annotations
@@ -141,8 +143,33 @@ class _Float(float, metaclass=_Also):
         return torch.sym_float(*number) if _of_sizes(number) else builtins.float(*number)
 
 
+class _Set(set, metaclass=_Also):
+    """`set`; strings come in order."""
+
+    OWN = BESIDE = builtins.set
+
+    def __iter__(self) -> Iterator[Any]:
+        each = builtins.list(super().__iter__())
+        return iter(sorted(each) if all(isinstance(one, str) for one in each) else each)
+
+
+def _making(name: str) -> Callable[..., Any]:
+    """The method of sets that is called `name`, whose result is a set in order, too."""
+    method = getattr(builtins.set, name)
+
+    def make(*sets: Any) -> Any:
+        made = method(*sets)
+        return made if made is NotImplemented else _Set(made)
+
+    return make
+
+
+for _name in ("__and__", "__or__", "__sub__", "__xor__", "copy", "difference", "intersection", "union"):
+    setattr(_Set, _name, _making(_name))
+
+
 NUMBERS: dict[str, Any] = {"int": _Int, "float": _Float}
-WORDS: dict[str, Any] = {"len": _length, "list": _List, **NUMBERS}
+WORDS: dict[str, Any] = {"len": _length, "list": _List, "set": _Set, **NUMBERS}
 
 
 def _joining(original: Callable[..., Tensor], *, merged: bool) -> Callable[..., Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -56,6 +57,39 @@ def test_a_file_with_a_length_of_its_own_keeps_it(monkeypatch: pytest.MonkeyPatc
     with symbolic_lengths(Towers()):
         assert here["len"] is str
     assert here["len"] is str
+
+
+class Kinds(nn.Module):
+    """Tables for kinds of layers, which it goes through in the order of a set: another one in every process."""
+
+    NAMES = tuple(f"kind {number}" for number in range(8))
+
+    def __init__(self, find: Callable[[tuple[str, ...]], Iterable[str]]) -> None:
+        super().__init__()
+        self.map, self.find = nn.Linear(4, 4), find
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance({1}, set) and isinstance(set(), set)
+        tables = {name: torch.arange(4) * (2 + self.NAMES.index(name)) for name in self.find(self.NAMES)}
+        x = self.map(x)
+        for name in self.NAMES:
+            x = x + tables[name]
+        return x.sum()
+
+
+@pytest.mark.parametrize(
+    "find",
+    [
+        lambda names: set(names),
+        lambda names: list(set(names)),
+        lambda names: set(names[:4]) | set(names[2:]),
+        lambda names: {**dict.fromkeys(set(names).union({1}).difference({1}))},
+    ],
+)
+def test_strings_of_a_set_come_in_order(find: Callable[[tuple[str, ...]], Iterable[str]]) -> None:
+    captured = capture(Kinds(find), (torch.zeros(6, 4),), mode="inference")
+    factors = [node.args[1] for node in captured.gm.graph.nodes if node.target is torch.ops.aten.mul.Tensor]
+    assert factors == list(range(2, 10))
 
 
 class Lists(nn.Module):

@@ -172,7 +172,7 @@ def _pieces(here: Timed, pieces: Sequence[Unit], *, hosted: bool) -> Iterator[Pa
             continue
         able = np.isfinite(node.cost_s)
         forward_s, backward_s = (table.each[way, able, SHOWN] for way in PASSES)
-        once_s = once.updates_s(index)[able] * (not hosted)
+        once_s = once.updates_s[index][able] * (not hosted)
         inputs_s = table.each[BACKWARD, able, INPUTS]
         all_s = m * (forward_s + backward_s) + once_s
         seconds[at] += [float(each.min()) for each in (forward_s, backward_s, inputs_s, all_s)]

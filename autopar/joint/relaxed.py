@@ -239,7 +239,7 @@ class Relaxed:
             t: mask
             for t, mask in barred.items()
             if mask is not None
-            or self.passing.nets[t].each.any()
+            or self.passing.nets[t].takes
             or self.net_s[t].any()
             or any(room.nets[t].any() for room in self.rooms)
         }

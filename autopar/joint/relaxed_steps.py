@@ -29,7 +29,7 @@ def alone(passing: PassTables, bytes_of: Model, limit_bytes: float, *, hosted: b
     same choices."""
     problem, held = passing.model.problem, bytes_of.problem
     node_s = [
-        passing.updates_s[index] * (not hosted) - _abreast_s(passing.model, node)
+        passing.model.updates_s[index] * (not hosted) - _abreast_s(passing.model, node)
         for index, node in enumerate(problem.nodes)
     ]
     nothing = [np.zeros(net.cost_s.shape) for net in problem.nets]
@@ -60,7 +60,7 @@ def timed(
     `bytes_of`, a Model with the same choices as `models`."""
     once = models.once
     node_s = [
-        weights.once * (not hosted) * once.updates_s(index) + weights.inputs * table_.each[BACKWARD, :, INPUTS]
+        weights.once * (not hosted) * once.updates_s[index] + weights.inputs * table_.each[BACKWARD, :, INPUTS]
         for index, table_ in enumerate(passing.nodes)
     ]
     between = passing.between or frozenset()
@@ -106,7 +106,7 @@ def of_scope(
     forward, backward, once_times = times
     program = passing.model.links[0].program
     node_s = [
-        once_times * (not hosted) * models.once.updates_s(index) * (program.scope_of(cluster.scope) == scope)
+        once_times * (not hosted) * models.once.updates_s[index] * (program.scope_of(cluster.scope) == scope)
         for index, cluster in enumerate(models.once.clusters)
     ]
     net_s = [

@@ -105,9 +105,13 @@ class Model:
             else 0.0
         )
 
-    def updates_s(self, index: int) -> np.ndarray:
-        """`update_s` of all choices of a cluster."""
-        return np.array([self.update_s(index, choice) for choice in range(len(self.problem.nodes[index].cost_s))])
+    @cached_property
+    def updates_s(self) -> list[np.ndarray]:
+        """`update_s` of all choices of each cluster."""
+        return [
+            members[0].each(self.prices.update_s) * (cluster.members[0].role == "param")
+            for cluster, members in zip(self.clusters, self.members, strict=True)
+        ]
 
     def decode(self, choice: Sequence[int]) -> Decisions:
         """One option per Op and axis."""

@@ -64,6 +64,11 @@ class Table:
     scope: str
     each: np.ndarray
 
+    @cached_property
+    def takes(self) -> bool:
+        """Whether any choice takes anything."""
+        return bool(self.each.any())
+
 
 @dataclass(eq=False)
 class PassTables(Quantities):
@@ -110,14 +115,9 @@ class PassTables(Quantities):
         return [
             self._node(*each)
             for each in zip(
-                self.model.clusters, self.model.members, self.model.problem.nodes, self.updates_s, strict=True
+                self.model.clusters, self.model.members, self.model.problem.nodes, self.model.updates_s, strict=True
             )
         ]
-
-    @cached_property
-    def updates_s(self) -> list[np.ndarray]:
-        """For each node [choices], seconds of the optimizer's step of its parameter (Model.update_s)."""
-        return [self.model.updates_s(index) for index in range(len(self.model.problem.nodes))]
 
     @property
     def program(self) -> Program:

@@ -81,6 +81,15 @@ def wrap_like(local: Tensor, like: Tensor) -> Tensor:
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[call-arg, unused-ignore]
 
 
+def give_local(tensor: Tensor, local: Tensor) -> None:
+    """Make `local` what `tensor` is, or its local tensor where it is a DTensor, which has no public way for that. The
+    old values stay as they are, for whoever has saved them."""
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = local
+    else:
+        tensor.data = local
+
+
 def as_parameter(tensor: Tensor, trainable: bool) -> torch.nn.Parameter:
     """`tensor` itself as a parameter; it must be a leaf that nobody else holds. The constructor of Parameter would
     detach a DTensor, for which torch computes the sharding of its shape anew (a few milliseconds each), and then set

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from autopar._torch import wrap_like
+from autopar._torch import give_local
 from autopar.errors import RunError
 from autopar.layout import is_partial, parse, show
 from autopar.runtime import all_at_once, batch, checkpoint, host_state, loaders, norms, partial_numbers, regather, rng
@@ -224,11 +224,12 @@ class ShardedModule(ModuleState):
         self.rng.advance(training=training, counts=training or torch.is_grad_enabled())
 
     def _mutate(self, held: Held, value: Tensor) -> None:
-        """A buffer's new value, unless only training changes it. Not in place: the backward may need the old one."""
+        """A buffer's new value, unless only training changes it. The backward may need the old one, so it is not written
+        over; the tensor itself stays, which other names of the buffer and users hold."""
         if not self.rng.training and held.name not in self.CHANGING:
             return
         with torch.inference_mode(False):  # a tensor of inference could not be part of a step later
-            held.owner[held.key] = wrap_like(value.detach().clone(), held.tensor)
+            give_local(held.tensor, value.detach().clone())
 
     def _results(self) -> list[tuple[str, str]]:
         return [(role, name) for role, name in self.OUTPUTS if role != "mutation"]

@@ -138,9 +138,29 @@ def as_computed(sample: Sample, names: Iterable[str], values: Sequence[Any]) -> 
     ]
 
 
+def check_kinds(sample: Sample, names: Iterable[str], values: Sequence[Any]) -> None:
+    """Raise RunError where an input is of another kind of numbers (bool, integer, real, complex) than was planned: what
+    the model does by dtype (`if mask.dtype == torch.bool`, `x.float()`) is decided in the program."""
+    for name, value in zip(names, values, strict=True):
+        if not isinstance(value, Tensor) or name not in sample:
+            continue
+        planned: torch.dtype = getattr(torch, sample[name][1])
+        if _kind(value.dtype) != _kind(planned):
+            raise RunError(
+                f"input {name!r} is {value.dtype} and was planned as {planned}: what a model does by the dtype of an "
+                "input is part of the program, which may compute something else of this one. Give "
+                f"{name}.to({planned}) where that is the same to the model, or plan it again with inputs as these are"
+            )
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    return dtype == torch.bool, dtype.is_floating_point, dtype.is_complex
+
+
 def as_sent(sample: Sample, names: Iterable[str], values: Sequence[Any]) -> list[Any]:
     """Inputs in the dtypes in which the model was captured, since stages send each other what they make of them in
-    constant dtypes. Narrower ones of the same kind are cast, which changes no value; raises RunError on others."""
+    constant dtypes. Narrower ones are cast, which changes no value (kinds are those planned, `check_kinds`); raises
+    RunError on others."""
     return [_widened(name, value, sample[name][1]) for name, value in zip(names, values, strict=True)]
 
 
@@ -148,8 +168,7 @@ def _widened(name: str, value: Any, planned: str) -> Any:
     wanted: torch.dtype = getattr(torch, planned)
     if not isinstance(value, Tensor) or value.dtype == wanted:
         return value
-    alike = value.is_floating_point() == wanted.is_floating_point and torch.bool not in (value.dtype, wanted)
-    if not alike or torch.promote_types(value.dtype, wanted) != wanted:
+    if torch.promote_types(value.dtype, wanted) != wanted:
         raise RunError(
             f"input {name!r} is {value.dtype} and was planned as {wanted}: what stages of a pipeline send each other "
             f"is of the dtypes that were planned. Give {name}.to({wanted}), or plan the model again with inputs as "

@@ -160,6 +160,7 @@ class ShardedModule(ModuleState):
         self._tree.check()
         self._assigned_data.check()
         inputs = batch.bind(self.INPUTS, args, kwargs, self.FIXED, self.NESTED)
+        batch.check_kinds(self.SAMPLE, self.INPUTS, inputs)
         if torch.is_grad_enabled():
             batch.without_gradient(self.INPUTS, inputs)
         if self.MIXED:
@@ -224,8 +225,8 @@ class ShardedModule(ModuleState):
         self.rng.advance(training=training, counts=training or torch.is_grad_enabled())
 
     def _mutate(self, held: Held, value: Tensor) -> None:
-        """A buffer's new value, unless only training changes it. The backward may need the old one, so it is not written
-        over; the tensor itself stays, which other names of the buffer and users hold."""
+        """A buffer's new value, unless only training changes it. Not in place, as the backward may need the old one;
+        the tensor itself stays, which other names of the buffer and users hold."""
         if not self.rng.training and held.name not in self.CHANGING:
             return
         with torch.inference_mode(False):  # a tensor of inference could not be part of a step later

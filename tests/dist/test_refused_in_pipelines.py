@@ -17,7 +17,7 @@ def _fed() -> tuple[str, str]:
 def test_inputs_of_stages_in_another_dtype() -> None:
     """Narrower ones are cast. A place waited for ever for a tensor of other bytes than came."""
     for of_x, of_y in on_ranks(2, _fed):
-        assert "input 'x' is torch.int64 and was planned as torch.float64: what stages of a pipeline send" in of_x
+        assert "input 'x' is torch.int64 and was planned as torch.float64: what a model does by" in of_x
         assert "input 'y' is torch.bool and was planned as torch.float64" in of_y
 
 

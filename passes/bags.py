@@ -26,7 +26,7 @@ def bags(gm: fx.GraphModule) -> fx.GraphModule:
         given, result = edit.args_of(node), _only_bags(node)
         if result is None or given["scale_grad_by_freq"]:
             continue
-        rest = MODES[given["mode"]], -1 if given["padding_idx"] is None else given["padding_idx"]
+        rest = MODES[given["mode"]], _padding(given)
         even = _even(given)
         with edit.before(node):
             if even is not None:
@@ -45,6 +45,12 @@ def _only_bags(node: fx.Node) -> fx.Node | None:
     """The first result of `node`, where no other one is used."""
     used = [user for user in node.users if user.users]
     return used[0] if len(used) == 1 and used[0].target is operator.getitem and used[0].args[1] == 0 else None
+
+
+def _padding(given: dict[str, Any]) -> facts.Size:
+    """The number of the row that counts nothing, -1 for none. ATen counts a negative one from the last row."""
+    padding = given["padding_idx"]
+    return -1 if padding is None else padding if padding >= 0 else padding + facts.shape(given["weight"])[0]
 
 
 def _even(given: dict[str, Any]) -> tuple[fx.Node, fx.Node | None] | None:

@@ -43,6 +43,11 @@ def behind_weighted(bag, ids, gates, starts):
     return bag(ids.reshape(-1), starts, per_sample_weights=gates.reshape(-1))
 
 
+def last_row_is_padding(bag, ids, gates, starts):
+    """As nn.EmbeddingBag does not call it: with the number of the row counted from the end."""
+    return F.embedding_bag(ids, bag.weight, starts, mode="sum", padding_idx=-1)
+
+
 def behind_multiples(bag, ids, gates, starts):
     return bag(ids.reshape(-1), torch.arange(ids.shape[0]) * ids.shape[1])
 
@@ -69,6 +74,7 @@ def captured(call, with_starts=False, **settings):
         (plain, {}),
         (plain, {"mode": "max"}),
         (plain, {"mode": "sum", "padding_idx": 3}),
+        (last_row_is_padding, {"mode": "sum"}),
         (plain, {"mode": "sum", "sparse": True}),
         (behind_multiples, {"mode": "sum"}),
         (weighted, {"mode": "sum"}),

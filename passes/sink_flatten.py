@@ -91,9 +91,10 @@ def _with_last(operand: fx.Node, last: facts.Size) -> list[int | fx.Node] | None
 
 
 def _one_matrix(node: fx.Node) -> bool:
-    """Whether the second operand is a matrix, the same for all rows."""
-    weight = node.args[1]
-    return isinstance(weight, fx.Node) and facts.rank(weight) == 2
+    """Whether the second operand is a matrix, the same for all rows, and not the rows themselves (products of all pairs
+    of rows): it stays flattened."""
+    rows, weight = node.args[:2]
+    return isinstance(weight, fx.Node) and facts.rank(weight) == 2 and weight is not rows
 
 
 def _along_last(node: fx.Node) -> bool:

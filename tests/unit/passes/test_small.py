@@ -53,6 +53,20 @@ def test_matmuls_lose_flattening(name):
     assert "aten.reshape.default" not in found
 
 
+PAIRS_OF_ROWS = {
+    "linear": lambda m, x, y: (lambda rows: F.linear(rows, rows))(x.reshape(-1, 6) * 2),
+    "matmul": lambda m, x, y: (lambda rows: F.log_softmax(rows @ rows.T, 0))(
+        F.normalize(x @ m.w, dim=-1).flatten(0, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS_OF_ROWS)
+def test_products_of_all_pairs_of_flattened_rows_stay_flattened(name):
+    gm = normalized(PAIRS_OF_ROWS[name], data(4, 5, 6), dims={"x": {0: B, 1: S}})
+    assert "aten.linear.default" in targets(gm)
+
+
 FLATTENED_EMPTY = {
     "flattened to no columns": lambda m, x, y: F.linear(x, m.w).sum() + x.new_zeros(3, 0, 6).flatten(1).sum(),
     "heads without width": lambda m, x, y: x.new_zeros(4, 3, 0, 6).reshape(0, 18).sum() + (x @ m.w).sum(),

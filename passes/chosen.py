@@ -14,11 +14,13 @@ aten = torch.ops.aten
 
 DISTINCT = (aten.topk.default, aten.sort.default)
 """Operators whose second result has no index twice in a row."""
+PARTS = (aten.reshape.default, aten.slice.Tensor, aten.select.int)
+"""Operators whose result has no other numbers than their operand."""
 
 
 def distinct(chosen: Any) -> bool:
     """Whether in `chosen [..., k]` no row has a number twice."""
-    return edit.call_of(_ranked(chosen), *DISTINCT) is not None
+    return not _of_many(chosen) and edit.call_of(_ranked(chosen), *DISTINCT) is not None
 
 
 def in_range(chosen: Any, count: int) -> bool:
@@ -28,11 +30,21 @@ def in_range(chosen: Any, count: int) -> bool:
     return isinstance(numbers, int) and numbers <= count
 
 
+def _of_many(chosen: Any) -> bool:
+    """Whether the last dim of `chosen` is one of tokens, because one of the choices of each was selected."""
+    part: Any = chosen
+    while (seen := edit.call_of(part, *PARTS)) is not None:
+        part = seen.args[0]
+        if seen.target is aten.select.int and seen.args[1] in (-1, facts.rank(part) - 1):
+            return True
+    return False
+
+
 def _ranked(chosen: Any) -> fx.Node | None:
     """The operator (topk, sort, argmax, ...) that ranks all experts for each token and of whose result `chosen` is a
     part; None where it comes from something else."""
     part: Any = chosen
-    while (seen := edit.call_of(part, aten.reshape.default, aten.slice.Tensor, aten.select.int)) is not None:
+    while (seen := edit.call_of(part, *PARTS)) is not None:
         if seen.target is aten.reshape.default and _last_size(seen) != _last_size(seen.args[0]):
             break
         part = seen.args[0]

@@ -240,6 +240,22 @@ def test_choices_that_may_be_the_same_twice_are_added_as_often():
     assert_same(gm, model, inputs, 1e-10)
 
 
+def test_the_best_of_two_rankings_may_be_the_same_expert():
+    """Each ranking has an expert once, and both of a token may begin with the same one: it is added once."""
+
+    def best_of_each(hidden, gates, chosen, experts):
+        out, scores = torch.zeros_like(hidden), torch.stack([hidden[:, :EXPERTS], hidden[:, -EXPERTS:]], 1)
+        best = scores.topk(1).indices[..., 0]
+        for number, expert in enumerate(experts):
+            token = (best == number).any(-1)
+            out[token] += expert(hidden[token])
+        return out
+
+    model = Looped(best_of_each)
+    gm, inputs = normalized(model)
+    assert_same(gm, model, inputs, 1e-10)
+
+
 @pytest.mark.parametrize("number", [-1, EXPERTS, EXPERTS + 3])
 def test_numbers_that_are_no_experts_add_nothing(number):
     """As tokens that are dropped have them; biases of second layers have no row for them."""

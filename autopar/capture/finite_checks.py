@@ -6,11 +6,13 @@ Used by value_checks.
     if torch.isnan(loss): ...
 
 A graph has one branch; the one of finite values is right for every run without overflow. Not answered in float16, where
-models clamp values beyond 65504 in ordinary steps.
+models clamp values beyond 65504 in ordinary steps, nor of what an infinite number was just written into (scores with
+-inf where a mask hides).
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ class Finite(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._known = UntilChanged[bool]()
+        self._infinite = UntilChanged[bool]()  # true: some elements may have been given a number that is not finite
 
     def of(self, tensor: Tensor) -> bool | None:
         """The value that `tensor` has in all elements (True or False); None where it is not derived from such a
@@ -51,14 +54,19 @@ class Finite(TorchFunctionMode):
             answer = self._answer(name, args) if isinstance(result, Tensor) else None
             for tensor in changed(func, args, kwargs):
                 self._known.forget(tensor)
+                self._infinite.forget(tensor)
             if answer is not None:
                 self._known.keep(result, answer)
+        if any(isinstance(item, float) and not math.isfinite(item) for item in (*args, *kwargs.values())):
+            for tensor in (result, *changed(func, args, kwargs)):
+                if isinstance(tensor, Tensor):
+                    self._infinite.keep(tensor, True)
         return result
 
     def _answer(self, name: str, args: tuple[Any, ...]) -> bool | None:
         first = args[0]
         if name in ANSWERS:
-            return None if first.dtype is torch.float16 else ANSWERS[name]
+            return None if first.dtype is torch.float16 or self._infinite.get(first) else ANSWERS[name]
         known = self.of(first)
         if known is None:
             return None

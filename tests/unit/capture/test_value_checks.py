@@ -128,6 +128,16 @@ def of_another(x):
     return x if torch.any(x.isnan() | (x > 9)) else 2 * x
 
 
+def hidden(x):
+    return x if torch.isinf(x.masked_fill(x < 9, float("-inf"))).any() else 2 * x
+
+
+def hidden_in_place(x):
+    seen = x.clone()
+    seen[:, 0] = float("-inf")
+    return x if not seen.isfinite().all() else 2 * x
+
+
 class Net(nn.Module):
     def __init__(self, change):
         super().__init__()
@@ -200,6 +210,8 @@ def test_of_float16_nobody_knows():
         written_to,
         narrowed_in_place,
         written_by_out,
+        hidden,
+        hidden_in_place,
     ],
 )
 def test_other_branches_are_refused(change):

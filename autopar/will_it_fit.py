@@ -58,7 +58,7 @@ class Row:
     plan, prediction    None where the strategy is impossible; `why` says why
     place               the place of the plan that has least room left
     limit_bytes         the bytes that a plan may fill of a device there
-    largest             by symbol, the largest size that fits with the others as planned
+    largest             by symbol, the largest size that fits with the others as planned (0: none)
     host_bytes          bytes on the host for each device, of `host_limit_bytes` there
     """
 
@@ -224,6 +224,9 @@ class Survey:
             return Row(name, (), self.limit_bytes, why=plan)
         prediction, limits = self.predicted(plan), self._limits(plan)
         place = min(prediction.places, key=lambda place: limits[place.number] - place.peak_bytes)
+        host_bytes = hosts.of_a_device(self._program(self.hints), plan)
+        host_limit_bytes = self.request.cluster.device.host_memory_bytes if plan.offload else math.inf
+        held = host_bytes <= host_limit_bytes  # what is on hosts is as much at any size
         return Row(
             name,
             plan.grid,
@@ -231,9 +234,9 @@ class Survey:
             plan,
             prediction,
             place,
-            largest={symbol: self._largest(plan, symbol, limits) for symbol in self.hints},
-            host_bytes=hosts.of_a_device(self._program(self.hints), plan),
-            host_limit_bytes=self.request.cluster.device.host_memory_bytes if plan.offload else math.inf,
+            largest={symbol: self._largest(plan, symbol, limits) if held else 0 for symbol in self.hints},
+            host_bytes=host_bytes,
+            host_limit_bytes=host_limit_bytes,
         )
 
     def _largest(self, plan: Plan, symbol: str, limits: Sequence[float]) -> int:

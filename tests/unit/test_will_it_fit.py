@@ -171,7 +171,8 @@ def test_recipes_of_the_host_have_rows_where_hosts_are_known() -> None:
         0 == found["zero1"].host_bytes < found["optimizer_offload"].host_bytes == found["zero_offload"].host_bytes / 2
     )
     small = replace(gpus, device=replace(gpus.device, host_memory_bytes=1000))
-    assert not rows(small, "zero_offload")["zero_offload"].fits
+    full = rows(small, "zero_offload")["zero_offload"]
+    assert not full.fits and set(full.largest.values()) == {0}, "no size takes less of the host"
     unknown = replace(gpus, device=replace(gpus.device, host_memory_bytes=0))
     assert "needs to know the hosts" in rows(unknown, "zero_offload")["zero_offload"].why
     assert Survey(who.captured.gm, who.captured.hints, Request(gpus))._has_hosts

@@ -40,7 +40,12 @@ def search(
     deadline = time.perf_counter() + time_limit_s
     check_room(problem)
     small, restore = presolve(problem)
-    first = greedy.search(small, time_limit_s=time_limit_s).choice
+    try:
+        first = greedy.search(small, time_limit_s=time_limit_s).choice
+    except InfeasibleError:
+        if start is None or not fits(problem, start):
+            raise
+        return finish(problem, start, 0.0, "time was up before anything but the start was found")
     first = better(small, first, _with_fewer_reshards(small, deadline - time.perf_counter())) or first
     found = minimise(small, first, time_limit_s=deadline - time.perf_counter(), seed=seed, cutoff_s=cutoff_s, gap=gap)
     best = restore(found.choice)

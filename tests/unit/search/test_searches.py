@@ -172,3 +172,23 @@ def test_a_right_answer_of_a_users_search_is_taken_as_plain_numbers() -> None:
     problem, (time_s, best) = random_problem(seed), oracle(seed)
     found = checked(lambda problem, **given: Solution(np.array(best), "mine", time_s))(problem, time_limit_s=1.0)
     assert found.choice == best and all(type(c) is int for c in found.choice)
+
+
+def test_a_start_that_fits_is_the_answer_where_time_is_up_before_another_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where memory is short, descent finds nothing, and looking for little memory takes longer than there is."""
+
+    def late(problem: Problem, **_: float) -> tuple[int, ...]:
+        raise InfeasibleError("time was up")
+
+    seed = next(seed for seed in SEEDS if oracle(seed) is not None)
+    best = oracle(seed)
+    assert best is not None
+    monkeypatch.setattr("autopar.search.greedy.descend", lambda *_: None)
+    monkeypatch.setattr("autopar.search.greedy.feasible", late)
+    problem = random_problem(seed)
+    found = SEARCHES["ilp"](problem, time_limit_s=1, start=best[1])
+    assert found.choice == best[1] and found.bound_s == 0.0
+    with pytest.raises(InfeasibleError, match="time was up"):
+        SEARCHES["ilp"](problem, time_limit_s=1)

@@ -22,9 +22,9 @@ class InfeasibleError(AutoparError, ValueError):
     where that is known. `bound_s`: where no plan that fits was found but one may exist, a lower bound in seconds on its
     step."""
 
-    def __init__(self, message: str, missing_bytes: float | None = None) -> None:
+    def __init__(self, message: str, missing_bytes: float | None = None, bound_s: float = math.inf) -> None:
         super().__init__(message)
-        self.missing_bytes, self.bound_s = missing_bytes, math.inf
+        self.missing_bytes, self.bound_s = missing_bytes, bound_s
 
     @property
     def proven(self) -> list[float]:

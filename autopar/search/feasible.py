@@ -3,6 +3,7 @@ memory limit."""
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
@@ -52,7 +53,8 @@ def least_memory(problem: Problem, *, time_limit_s: float) -> tuple[int, ...]:
     raise InfeasibleError(
         f"problem {problem.name}: no solution within {_size(problem.memory_limit_bytes)} per device was found in "
         f"{time_limit_s:.1f} s; the best needs {_size(needed)}, and at least {_size(least.bound_s)} are needed; give "
-        "more time"
+        "more time",
+        bound_s=0.0,
     )
 
 
@@ -101,7 +103,8 @@ def _allowed(problem: Problem, deadline: float) -> tuple[int, ...]:
     proven = "every combination" if answer.status == "infeasible" else "every combination tried before time was up"
     raise InfeasibleError(
         f"problem {problem.name}: {proven} of choices uses a forbidden pair of layouts; allow more options for "
-        f"its {len(problem.nodes)} nodes"
+        f"its {len(problem.nodes)} nodes",
+        bound_s=math.inf if answer.status == "infeasible" else 0.0,
     )
 
 

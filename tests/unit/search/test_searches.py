@@ -192,3 +192,14 @@ def test_a_start_that_fits_is_the_answer_where_time_is_up_before_another_is_foun
     assert found.choice == best[1] and found.bound_s == 0.0
     with pytest.raises(InfeasibleError, match="time was up"):
         SEARCHES["ilp"](problem, time_limit_s=1)
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_nothing_is_proven_where_time_was_up(enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mesh without a solution counts as one that nothing fits, whose plans cannot be the fastest, only where that is
+    proven."""
+    problem = Problem((Node("n", ("a",), np.ones(1), np.full(1, 12.0), np.zeros(1)),), (), 0, 10.0)
+    monkeypatch.setattr("autopar.search.feasible.minimise", lambda *_, **__: Exact((0,), 12.0 if enough else 9.0, ""))
+    with pytest.raises(InfeasibleError) as failed:
+        least_memory(problem, time_limit_s=1.0)
+    assert failed.value.proven == ([] if enough else [0.0])

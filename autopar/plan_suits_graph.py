@@ -8,7 +8,7 @@ model.
     nodes       each has on each axis one of the options of its operator, and all axes go together
     micro       microbatches share values by the rules of the operators
     stages      they are pieces of the graph, one behind the other, that the schedule can run on so many places
-    memory      each place has room for what it holds
+    memory      each place has room for what it holds, and so have the hosts
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import fx
 from autopar.cluster import Cluster
 from autopar.codegen.edges import options
 from autopar.errors import ClusterError, InfeasibleError, PlanError
-from autopar.memory import predict
+from autopar.memory import hosts, predict
 from autopar.pipeline.microbatches import microbatching
 from autopar.pipeline.orders import lines_of
 from autopar.pipeline.schedules import SCHEDULES
@@ -38,6 +38,7 @@ from autopar.problem.clusters import Joint
 from autopar.problem.graph import Op, Ref
 from autopar.problem.rerun import check as check_rerun
 from autopar.problem.settings import Settings
+from autopar.recipes import offload as offloads
 from autopar.recipes.kinds import kind
 from autopar.request import Request
 from autopar.rules.language import Option
@@ -52,7 +53,8 @@ UNCUT = "none"  # the schedule of a plan that is not cut
 def suits(gm: fx.GraphModule, plan: Plan, rules: Mapping[Any, Rule] | None) -> None:
     """Check that `plan` is one of the plans of the captured graph `gm`, which is already in the parts that the plan
     says (`Captured.parted`), with these `rules` of the user. Raises PlanError, with the field, got and wanted;
-    ClusterError where its mesh does not lie on its cluster; InfeasibleError where a place has too little memory."""
+    ClusterError where its mesh does not lie on its cluster; InfeasibleError where a place or a host has too little
+    memory."""
     suited = _Suited(gm, plan, rules)
     suited.cluster.places(plan.places, plan.mesh)
     suited.check_schedule()
@@ -346,6 +348,14 @@ class _Suited:
                     "this cluster again, or for more devices",
                     place.peak_bytes - device.usable_memory_bytes,
                 )
+        if self.plan.offload:
+            self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        """What is in the memory of hosts is of a training step, and hosts have room for it."""
+        if self.plan.mode != "train":
+            fail("offload", repr(self.plan.offload), "'': in inference there is nothing to update")
+        offloads.fits("the plan", hosts.of_a_device(self.whole.program, self.plan), self.cluster)
 
 
 def _told(option: Option) -> tuple[object, ...]:

@@ -33,6 +33,8 @@ PLANS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "pipeline": (GPT, "cpu:1x4", {"recipe": "1f1b", "mesh": (2,)}),
     "remat": (GPT, "cpu:1x2", {"recipe": "ddp", "remat": "selective"}),
     "mixed precision": (GPT, "cpu:1x2", {"recipe": "zero1", "precision": "bf16"}),
+    "offload": (GPT, "h100:1x2", {"recipe": "zero_offload"}),
+    "inference": (GPT, "h100:1x2", {"recipe": "tp", "mode": "inference"}),
     "two axes": (TINY["hf-llama"], "cpu:1x4", {"recipe": "tp_zero3", "mesh": (2, 2)}),
 }
 EDITS = 60
@@ -53,10 +55,10 @@ def _captured(model: str, mode: str, precision: str, batch: int, seq: int, seed:
 def planned(name: str) -> str:
     """The text of one of PLANS."""
     model, cluster, options = PLANS[name]
-    loaded = frontend.load(
-        model, batch=8, seq=32, train=True, labels=True, dtype=resting(options.get("precision", "float32"), "train")
-    )
-    with captured_once((__name__, model, options.get("precision"))):
+    precision, mode = options.get("precision", "float32"), options.get("mode", "train")
+    training = mode == "train"
+    loaded = frontend.load(model, batch=8, seq=32, train=training, labels=training, dtype=resting(precision, mode))
+    with captured_once((__name__, model, precision, mode)):
         made = autopar.compile(
             loaded.model,
             cluster,
@@ -257,6 +259,16 @@ def test_stages_are_the_pieces_of_the_graph_in_order(change: Any) -> None:
     data = json.loads(planned("pipeline"))
     with pytest.raises(PlanError, match=r"stages|places"):
         used(json.dumps({**data, "stages": change(data["stages"])}))
+
+
+def test_hosts_have_room_for_what_is_offloaded_of_a_training_step() -> None:
+    data = json.loads(planned("offload"))
+    used(json.dumps(data))
+    data["cluster"]["device"]["host_memory_bytes"] = 1000.0
+    with pytest.raises(InfeasibleError, match=r"the plan needs .* of the host for each device, 1000 B are there"):
+        used(json.dumps(data))
+    with pytest.raises(PlanError, match="offload is 'optimizer'; wanted '': in inference"):
+        used(json.dumps({**json.loads(planned("inference")), "offload": "optimizer"}))
 
 
 def test_microbatches_for_the_schedule_and_a_device_with_room() -> None:

@@ -1,7 +1,8 @@
 """The free search over all meshes, best first:
 
     glance   every mesh gets a quick solution and a proven lower bound
-    hone     the solutions closest to the best are improved by descent, priced as the step runs
+    hone     the solutions closest to the best (where none is close, the best that memory was short for) are improved
+             by descent, priced as the step runs
     solve    meshes whose bound is below the best known step are solved by integer programming, the most promising first
     fill     of blocks that are run again in the backward, no more are than memory requires
 
@@ -258,6 +259,13 @@ def _nearest(among: Sequence[Candidate], known_s: float) -> list[Candidate]:
     return sorted((c for c in among if c.cost.time_s < known_s * HONED), key=lambda c: c.cost.time_s)[:MOST_HONED]
 
 
+def _cramped(planner: Planner, fit: Sequence[Candidate], known_s: float) -> list[Candidate]:
+    """Where none is near: the fastest candidate whose Problem got less memory than the device has, if descent, which
+    has all of it, promises to get below `known_s`. With a little less room its choices may be far slower ones."""
+    short = min((c for c in fit if c.short), key=lambda c: c.cost.time_s, default=None)
+    return [short] if short is not None and planner.promises(short, known_s) else []
+
+
 def _unfolded(seen: Sequence[Candidate], known_s: float, meshes: Sequence[Mesh]) -> list[Mesh]:
     """The unfolded meshes of the candidates that may become the fastest, without those in `meshes`."""
     return [
@@ -277,7 +285,7 @@ def _honed(
     where their bound is below `least_s`, to come close (PRICE_TOLERANCE) is enough.
     """
     honed: list[Candidate] = []
-    for each in _nearest(fit, known_s):
+    for each in _nearest(fit, known_s) or _cramped(planner, fit, known_s):
         if least_s < math.inf and not planner.promises(
             each, least_s * (1 + PRICE_TOLERANCE * (each.solution.bound_s < least_s))
         ):

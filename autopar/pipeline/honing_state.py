@@ -67,7 +67,8 @@ class HoningState(State):
         own_s: Sequence[np.ndarray] = (),
         opening: Mapping[str, float] | None = None,
     ) -> None:
-        self.passing, self.times, self.own_s, self.opening = passing, times, own_s or passing.model.updates_s, opening or {}
+        self.passing, self.times, self.opening = passing, times, opening or {}
+        self.own_s = own_s or passing.model.updates_s
         self.first = {scope: FIXED + 2 * passing.width * index for index, scope in enumerate(passing.scopes)}
         each = [
             link_shares("all_gather", axis.size * BUCKET_BYTES, axis) if axis.size > 1 else {}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar._torch import local_of, wrap_like
 from autopar.errors import RunError
@@ -351,3 +352,21 @@ def _counters(state: Mapping[str, Any], held: Mapping[str, Held]) -> set[str]:
         if name in held and held[name].info.shape:
             found.update(key for key, value in values.items() if not getattr(value, "shape", True))
     return found
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise RunError where the state is another rank's part, from a file that one rank wrote and torch's
+    `load_state_dict` took on all: it says where the rank was that wrote it. One state that is cut tells of all."""
+    for param, state in optimizer.state.items():
+        for value in state.values() if isinstance(param, DTensor) else ():
+            if isinstance(value, DTensor) and any(at.is_shard() for at in value.placements):
+                if value.device_mesh.get_coordinate() != param.device_mesh.get_coordinate():
+                    raise RunError(
+                        f"the state of this {type(optimizer).__name__} is the part of another rank: torch.save of "
+                        "optimizer.state_dict() on one rank saves that rank's part alone. Use optimizer_state_dict and "
+                        "load_optimizer_state_dict of the model, with torch.distributed.checkpoint"
+                    )
+                return
+
+
+register_optimizer_step_pre_hook(_before_step)

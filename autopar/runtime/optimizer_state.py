@@ -358,8 +358,12 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raise RunError where the state is another rank's part, from a file that one rank wrote and torch's
     `load_state_dict` took on all: it says where the rank was that wrote it. One state that is cut tells of all."""
     for param, state in optimizer.state.items():
-        for value in state.values() if isinstance(param, DTensor) else ():
-            if isinstance(value, DTensor) and any(at.is_shard() for at in value.placements):
+        for value in state.values():
+            if (
+                isinstance(param, DTensor)
+                and isinstance(value, DTensor)
+                and any(at.is_shard() for at in value.placements)
+            ):
                 if value.device_mesh.get_coordinate() != param.device_mesh.get_coordinate():
                     raise RunError(
                         f"the state of this {type(optimizer).__name__} is the part of another rank: torch.save of "

@@ -30,7 +30,6 @@ from autopar.buckets import BUCKET_BYTES
 from autopar.deferred_waits import BUCKETS, Queue
 from autopar.errors import RunError
 from autopar.layout import Layout
-from autopar.runtime import assigned_gradients
 from autopar.runtime.coalesced import Together
 from autopar.runtime.first_order import only_first_order
 from autopar.runtime.gradient_buckets import Bucket, buckets_of, sync_steps, turns_of
@@ -386,10 +385,9 @@ def _deposit(held: Held, grads: Sequence[Tensor]) -> None:
     for grad in (settled(grad).to(local.device) for grad in grads):
         before = grad_at_rest(param)
         if before is None:
-            param.grad = made = wrap_like(
+            param.grad = wrap_like(
                 grad if grad.stride() == local.stride() else torch.empty_like(local).copy_(grad), param
             )
-            assigned_gradients.watch(made)
         else:
             local_of(before).add_(grad)
     for note in noting if grads else ():

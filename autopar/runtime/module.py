@@ -18,18 +18,7 @@ from torch.distributed import ProcessGroup
 from autopar._torch import give_local
 from autopar.errors import RunError
 from autopar.layout import is_partial, parse, show
-from autopar.runtime import (
-    all_at_once,
-    assigned_gradients,
-    batch,
-    checkpoint,
-    host_state,
-    loaders,
-    norms,
-    partial_numbers,
-    regather,
-    rng,
-)
+from autopar.runtime import all_at_once, batch, checkpoint, host_state, loaders, norms, partial_numbers, regather, rng
 from autopar.runtime.assigned_data import AssignedData
 from autopar.runtime.batch_sizes import BatchSizes, step_state
 from autopar.runtime.declare import Declarations
@@ -170,7 +159,6 @@ class ShardedModule(ModuleState):
         self.MESH.check_met(self._met)
         self._tree.check()
         self._assigned_data.check()
-        assigned_gradients.check(self.parameters())
         inputs = batch.bind(self.INPUTS, args, kwargs, self.FIXED, self.NESTED)
         batch.check_kinds(self.SAMPLE, self.INPUTS, inputs)
         if torch.is_grad_enabled():

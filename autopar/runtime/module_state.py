@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar._torch import local_of
 from autopar.errors import RunError
-from autopar.runtime import assigned_gradients, checkpoint, optimizer_state
+from autopar.runtime import checkpoint, optimizer_state
 from autopar.runtime.assigned_data import AssignedData
 from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.mesh import Mesh
@@ -121,7 +121,6 @@ class ModuleState(Scope):
         """Scale all gradients so that their global norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does
         on one device; gives the norm before. A collective operation of all ranks. Raises RunError on a `norm_type` of 0
         or less, and with `error_if_nonfinite` on a norm that is nan or infinite."""
-        assigned_gradients.check(self.parameters())
         return clip_grad_norm(
             self._counted(),
             list(self.parameters()),

@@ -35,33 +35,3 @@ def test_data_of_parameters_is_changed_in_place_only(recipe: str) -> None:
     for alike, (step, none, state, none_2, full, *others) in on_ranks(2, _data, recipe):
         assert alike and not none + none_2 + "".join(others)
         assert all(".data = value was written. A parameter is a DTensor" in text for text in (step, state, full))
-
-
-def _gradients(recipe: str) -> list[str]:
-    """One rank: what is said behind an assignment to the `data` of a gradient, by each that reads it, and of what is
-    none."""
-    module, batch = compiled(recipe)
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    weight, messages = next(module.parameters()), []
-    for look in (optimizer.step, partial(module.train_step, *batch), partial(module.clip_grad_norm_, 1.0)):
-        module.zero_grad()
-        module.train_step(*batch)
-        weight.grad.data = weight.grad.data * 2
-        messages.append(said(look))
-    module.zero_grad()
-    module.train_step(*batch)
-    weight.grad.data.mul_(2)
-    weight.grad.mul_(2)
-    messages.append(said(optimizer.step))
-    for changed in (weight.grad.detach(), weight.grad * 2):
-        weight.grad = changed
-        messages += [said(optimizer.step), said(partial(module.train_step, *batch))]
-    return messages
-
-
-@pytest.mark.parametrize("recipe", ["zero3", "ddp", "1f1b"])
-def test_data_of_gradients_is_changed_in_place_only(recipe: str) -> None:
-    """Gradients that are scaled or replaced by assignment to their data stayed as they were, in silence."""
-    for step, more, clipped, *others in on_ranks(2, _gradients, recipe):
-        assert all("grad.data = value was written for a parameter" in text for text in (step, more, clipped))
-        assert not any(others)

@@ -122,18 +122,20 @@ class Board:
             if not able.any() or not self._open(enough_s):
                 return None
             index = int(np.where(able, self._bounds[:, -1], math.inf).argmin())
-            self._owner[index] = who
-            bound_s, begin, end, looks = self._parts[index, self._parts[index, :, 0].argmin()]
-            return index, Part(float(bound_s), int(begin), int(end), int(looks))
+            return index, self._own(who, index)
 
     def take_first(self, who: int, index: int) -> Part | None:
         """Claim number `index`, as `take`, if nobody has looked at it or is looking."""
         with self._held():
             if self._looks[index] or self._owner[index] != NOBODY:
                 return None
-            self._owner[index] = who
-            bound_s, begin, end, looks = self._parts[index, 0]
-            return Part(float(bound_s), int(begin), int(end), int(looks))
+            return self._own(who, index)
+
+    def _own(self, who: int, index: int) -> Part:
+        """Make `who` the owner of claim number `index`, while the lock is held. Its part with the lowest bound."""
+        self._owner[index] = who
+        bound_s, begin, end, looks = self._parts[index, self._parts[index, :, 0].argmin()]
+        return Part(float(bound_s), int(begin), int(end), int(looks))
 
     def first_s(self, index: int) -> float | None:
         """The bound of claim number `index` after the first look at it; None before that."""

@@ -109,8 +109,8 @@ class Model:
     def updates_s(self) -> list[np.ndarray]:
         """`update_s` of all choices of each cluster."""
         return [
-            members[0].each(self.prices.update_s) * (cluster.members[0].role == "param")
-            for cluster, members in zip(self.clusters, self.members, strict=True)
+            first.each(self.prices.update_s) if first.op.role == "param" else np.zeros(len(first.at))
+            for first, *_ in self.members
         ]
 
     def decode(self, choice: Sequence[int]) -> Decisions:

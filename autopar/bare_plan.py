@@ -1,16 +1,19 @@
-"""A plan of one stage with given decisions, without a prediction. Made where a solution is walked, timed or emitted
-(planner, onestage, joint.staging)."""
+"""A plan of one stage with given decisions, or of a Candidate, without a prediction. Made where a solution is walked,
+timed or emitted (planner, onestage, will_it_fit, joint.staging)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from autopar.candidate import Candidate
 from autopar.cluster import Cluster, Mesh
 from autopar.decisions import node_plan
 from autopar.plan import Plan, Predicted, Stage
 from autopar.problem.build import Decisions
 from autopar.problem.remat import Levels
+from passes.part_runs import part_names, whole_name
 
 if TYPE_CHECKING:
     from autopar.planner import Planner
@@ -49,3 +52,21 @@ def bare_plan(
         remat={scope: tuple(names) for scope, names in (remat or {}).items()},
         stages=(Stage(again=dict(again or {})),),
     )
+
+
+def laid(planner: Planner, found: Candidate) -> Plan:
+    """The plan of a Candidate. A run whose blocks are all run again, but keep different results, is in two parts."""
+    parts = {scope: part_names(planner.gm, scope, [found.again[scope]]) for scope in found.rest}
+    there, decisions, remat = planner.parted(parts), found.model.decode(found.solution.choice), dict(found.remat)
+    for scope, begins in parts.items():
+        for part in begins:
+            remat[part] = tuple(f"{part}/{name.rpartition('/')[2]}" for name in found.rest[scope])
+    made = bare_plan(
+        there,
+        found.mesh,
+        {name: decisions[whole_name(name, parts)] for name in there.program.ops},
+        found.strategy,
+        remat,
+        {scope: count for scope, count in found.again.items() if scope not in parts},
+    )
+    return replace(made, parted=parts)

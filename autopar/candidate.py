@@ -24,6 +24,8 @@ class Candidate:
     remat: Levels = field(default_factory=dict)
     # by scope of `remat`: of how many blocks, where that is not all of them
     again: Mapping[str, int] = field(default_factory=dict)
+    # by scope of `again`: what the other blocks keep, where they are run again too
+    rest: Levels = field(default_factory=dict)
     # of its fullest rank, by the memory walk (autopar.memory); None while that was not done
     peak_bytes: float | None = None
     # what a solution costs as it runs
@@ -32,6 +34,11 @@ class Candidate:
     )
     # whether its Problem got a lower memory limit than the device has, to leave room for temporaries
     short: bool = False
+
+    @property
+    def strategy(self) -> str:
+        """The recipe, or the search that found it."""
+        return self.name if self.name != "search" else self.solution.strategy
 
     @property
     def peak(self) -> float:

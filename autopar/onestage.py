@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from autopar.asked_search import check_mesh, check_search, looks, run_search, searched_meshes
-from autopar.bare_plan import bare_plan
+from autopar.bare_plan import laid
 from autopar.bestfirst import GLANCE_S, MOST_HONED, PRICE_TOLERANCE, Elsewhere, Look, first_look, nowhere
 from autopar.candidate import Candidate
 from autopar.decisions import rule_notes, tiling_notes
@@ -370,16 +370,15 @@ def finish(
 ) -> Plan:
     """The Plan of one priced answer. `bound_s` is a proven bound on the step (0: none), `tried` what else was priced,
     `about` the Plan's fields model, graph_hash, source and notes."""
-    cost = best.cost
-    strategy = best.name if best.name != "search" else best.solution.strategy
-    made = bare_plan(planner, best.mesh, best.model.decode(best.solution.choice), strategy, best.remat, best.again)
+    cost, made = best.cost, laid(planner, best)
+    program = planner.parted(made.parted).program
     notes = (
         *([price(cost, best.plainly)] if best.remat else []),
-        *tiling_notes(planner.program, made),
+        *tiling_notes(program, made),
         *rule_notes(planner.program, planner.request.rules),
     )
     about = {**about, "notes": (*about.get("notes", ()), *notes)}
-    peak_bytes = predict(planner.program, made).peak_bytes if best.peak_bytes is None else best.peak_bytes
+    peak_bytes = predict(program, made).peak_bytes if best.peak_bytes is None else best.peak_bytes
     predicted = Predicted(
         cost.time_s, peak_bytes, cost.compute_s, cost.exposed_s, cost.hidden_s, min(bound_s, cost.time_s)
     )

@@ -3,9 +3,10 @@ are run again. Called by bestfirst and onestage.
 
 A level (problem.remat.LEVELS) fixes what blocks keep and runs all of them again. In between, the first n of the N
 blocks of a run can be run again (`Stage.again`), and what they keep can be any corner of the trade-off of seconds
-against bytes (problem.remat_frontier). Running n blocks again is priced at n/N of the seconds that all N take, and
-saves n/N of the bytes. A plan has to fit by two counts: that of the Problem, interpolated so, and the walk over the
-program as it runs.
+against bytes (problem.remat_frontier); or all are, and the others keep another corner (`Plan.parted`): a line between
+two corners is below the lines from both to blocks that are not run again. Running n blocks again is priced at n/N of
+the seconds that all N take, and saves n/N of the bytes. A plan has to fit by two counts: that of the Problem,
+interpolated so, and the walk over the program as it runs.
 
 `filled` does this for given choices. `by_bytes` also makes the choices: it solves a Problem without a memory limit in
 which every byte costs the seconds that running all blocks again would take to save it.
@@ -13,9 +14,10 @@ which every byte costs the seconds that running all blocks again would take to s
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 
@@ -40,10 +42,12 @@ made."""
 
 @dataclass(frozen=True)
 class Rerun:
-    """How one run of blocks is run again: the first `count` blocks are, and keep the results of the nodes `kept`."""
+    """How one run of blocks is run again: the first `count` blocks keep the results of the nodes `kept`; the others
+    those of `rest`, or are not run again (None)."""
 
     kept: tuple[str, ...]
     count: int
+    rest: tuple[str, ...] | None = None
 
 
 Reruns = Mapping[str, Rerun]
@@ -111,6 +115,7 @@ class _Filling:
     planner: Planner
     found: Candidate
     _costs: dict[tuple[tuple[str, tuple[str, ...]], ...], Cost] = field(default_factory=dict)
+    _peaks: dict[tuple[tuple[tuple[str, Rerun], ...], tuple[str, ...]], float] = field(default_factory=dict)
 
     @cached_property
     def plain(self) -> Model:
@@ -134,27 +139,32 @@ class _Filling:
 
     def fastest(self) -> Reruns:
         """The fastest Reruns that fit, found greedily: run after run, each of which takes what room the runs before it
-        leave.
-
-        For each corner of what a run may keep, the Problem's count gives the fewest blocks; corners are walked in order
-        of the step time that this gives, while they promise to beat the best that fits. Where nothing fits and is
-        faster it is `all`, which may not fit.
-        """
+        leave. First some blocks keep a corner of what they may keep and the others are not run again; then the others
+        may keep a later corner. Where nothing fits and is faster it is `all`, which may not fit."""
         best = dict(self.all)
         for scope in best:
             corners = choices(self.plain, self.forward, self.found.solution.choice, scope).corners
-            least = [
-                (self.cost({**best, scope: Rerun(corner.kept, count)}).time_s, number, count)
-                for number, corner in enumerate(corners)
-                if (count := self._counted(best, scope, corner.kept)) is not None
-            ]
-            for hoped_s, number, at_least in sorted(least):
+            for hoped_s, at_least, way in self._hoped(best, scope, [Rerun(corner.kept, 0) for corner in corners]):
                 if hoped_s >= self.cost(best).time_s * (1 - BETTER) and self.fits(best):
                     break
-                count = self._fewest(best, scope, corners[number].kept, at_least)
-                if count is not None:
-                    best[scope] = Rerun(corners[number].kept, count)
+                best[scope] = self._fewest(best, scope, way, at_least) or best[scope]
+            pairs = [Rerun(less.kept, 0, more.kept) for less, more in itertools.combinations(corners, 2)]
+            for hoped_s, at_least, way in self._hoped(best, scope, pairs):
+                if hoped_s >= self.cost(best).time_s * (1 - BETTER):
+                    break
+                best[scope] = self._fewest_of_two(best, scope, way, at_least) or best[scope]
         return best
+
+    def _hoped(self, ways: Reruns, scope: str, among: Sequence[Rerun]) -> list[tuple[float, int, Rerun]]:
+        """Of those ways to run `scope` again that fit by the Problem's count: the seconds that it promises, the fewest
+        blocks by it, and the way; the most promising first."""
+        counted = ((self._counted(ways, scope, way), way) for way in among)
+        least = [
+            (self.cost({**ways, scope: replace(way, count=count)}).time_s, number, count, way)
+            for number, (count, way) in enumerate(counted)
+            if count is not None
+        ]
+        return [(hoped_s, count, way) for hoped_s, _, count, way in sorted(least, key=lambda each: each[:2])]
 
     def made(self, ways: Reruns) -> Candidate:
         """The Candidate under `ways`, with its Problem, cost and peak."""
@@ -175,24 +185,20 @@ class _Filling:
         """The Candidate under `ways` with its peak; Problem and cost are still those of `found`."""
         remat = {scope: way.kept for scope, way in ways.items() if way.count}
         again = {scope: ways[scope].count for scope in remat if ways[scope].count < self._blocks(scope)}
-        return self.planner.counted(replace(self.found, remat=remat, again=again))
+        rest = {scope: kept for scope in again for kept in [ways[scope].rest] if kept is not None}
+        return self.planner.counted(replace(self.found, remat=remat, again=again, rest=rest))
 
     def cost(self, ways: Reruns) -> Cost:
-        """The Cost of a step under `ways`: interpolated, for each run, between none and all of its blocks run again."""
+        """The Cost of a step under `ways`: interpolated, for each run, between its blocks run again in the one way and
+        in the other, or not at all."""
         remat: dict[str, tuple[str, ...]] = {}
         found = before = self._cost(remat)
         for scope, way in ways.items():
-            remat = {**remat, scope: way.kept}
-            after = self._cost(remat)
-            share = way.count / self._blocks(scope)
-            found = Cost(
-                **{
-                    part.name: getattr(found, part.name)
-                    + share * (getattr(after, part.name) - getattr(before, part.name))
-                    for part in fields(Cost)
-                }
-            )
-            before = after
+            after, share = self._cost({**remat, scope: way.kept}), way.count / self._blocks(scope)
+            found = _sum(found, share, after, before)
+            if way.rest is not None:
+                found = _sum(found, 1 - share, self._cost({**remat, scope: way.rest}), before)
+            remat, before = {**remat, scope: way.kept}, after
         return found
 
     def _cost(self, remat: Mapping[str, tuple[str, ...]]) -> Cost:
@@ -208,20 +214,20 @@ class _Filling:
         """The number of blocks of a run."""
         return self.planner.program.runs[scope].count
 
-    def _counted(self, ways: Reruns, scope: str, kept: tuple[str, ...]) -> int | None:
-        """The fewest blocks of a run that have to be run again if these keep `kept`, by the Problem's count; None where
-        not even all are enough."""
+    def _counted(self, ways: Reruns, scope: str, way: Rerun) -> int | None:
+        """The fewest blocks of a run that have to keep `way.kept`, by the Problem's count; None where not even all are
+        enough."""
         limit_bytes, last = self.planner.request.limit_bytes, self._blocks(scope)
         found = bisect_left(
             range(last + 1),
             True,
-            key=lambda count: self.cost({**ways, scope: Rerun(kept, count)}).memory_bytes <= limit_bytes,
+            key=lambda count: self.cost({**ways, scope: replace(way, count=count)}).memory_bytes <= limit_bytes,
         )
         return found if found <= last else None
 
-    def _fewest(self, ways: Reruns, scope: str, kept: tuple[str, ...], at_least: int) -> int | None:
-        """The fewest blocks of a run, `at_least` or more, with which `ways` fit by both counts if the blocks keep
-        `kept`; None where that is not faster than `ways`.
+    def _fewest(self, ways: Reruns, scope: str, way: Rerun, at_least: int) -> Rerun | None:
+        """`way` with the fewest blocks run again, `at_least` or more, that fits by both counts; None where that is not
+        faster than `ways`.
 
         More blocks run again hold less, except for the last one: it runs again when everything behind the blocks is
         still there, so it is tried by itself. The two counts are close, so the search goes up from `at_least` in
@@ -229,10 +235,9 @@ class _Filling:
         """
 
         def fits(count: int) -> bool:
-            return self.fits({**ways, scope: Rerun(kept, count)})
+            return self.fits({**ways, scope: replace(way, count=count)})
 
-        below_s, last = self.cost(ways).time_s * (1 - BETTER), self._blocks(scope)
-        faster = [n for n in range(at_least, last + 1) if self.cost({**ways, scope: Rerun(kept, n)}).time_s < below_s]
+        last, faster = self._blocks(scope), self._faster(ways, scope, way, at_least)
         before = [n for n in faster if n < last]
         few, enough, step = -1, 0, 1
         while enough < len(before) and not fits(before[enough]):
@@ -242,8 +247,46 @@ class _Filling:
                 2 * step,
             )
         if enough >= len(before):
-            return last if last in faster and fits(last) else None
+            return replace(way, count=last) if last in faster and fits(last) else None
         while enough - few > 1:
             middle = (few + enough) // 2
             few, enough = (few, middle) if fits(before[middle]) else (middle, enough)
-        return before[enough]
+        return replace(way, count=before[enough])
+
+    def _fewest_of_two(self, ways: Reruns, scope: str, way: Rerun, at_least: int) -> Rerun | None:
+        """As `_fewest` where the other blocks keep `way.rest`.
+
+        The peak is the greatest of sums that each grow evenly with the number of blocks, so it is at most the line
+        between its ends, where all blocks are alike: no more than that line asks for are tried.
+        """
+        last, room_bytes = self._blocks(scope), self.planner.request.limit_bytes
+        less, more = (self._peak_of_all(ways, scope, kept) for kept in (way.kept, way.rest))
+        if less > room_bytes:
+            return None
+        at_most = max(at_least, math.ceil(last * (more - room_bytes) / (more - less))) if more > room_bytes else 0
+        faster = [n for n in self._faster(ways, scope, way, max(1, at_least)) if n <= min(at_most, last - 1)]
+        found = bisect_left(faster, True, key=lambda n: self.fits({**ways, scope: replace(way, count=n)}))
+        return replace(way, count=faster[found]) if found < len(faster) else None
+
+    def _faster(self, ways: Reruns, scope: str, way: Rerun, at_least: int) -> list[int]:
+        """The numbers of blocks, `at_least` or more, with which `way` is faster than `ways`."""
+        below_s, counts = self.cost(ways).time_s * (1 - BETTER), range(at_least, self._blocks(scope) + 1)
+        return [n for n in counts if self.cost({**ways, scope: replace(way, count=n)}).time_s < below_s]
+
+    def _peak_of_all(self, ways: Reruns, scope: str, kept: tuple[str, ...] | None) -> float:
+        """The peak where all blocks of a run are run again and keep `kept`; found once."""
+        assert kept is not None
+        key = (tuple((other, way) for other, way in ways.items() if other != scope), kept)
+        if key not in self._peaks:
+            self._peaks[key] = self._walked({**ways, scope: Rerun(kept, self._blocks(scope))}).peak
+        return self._peaks[key]
+
+
+def _sum(found: Cost, share: float, after: Cost, before: Cost) -> Cost:
+    """`found`, and a share of the difference between two."""
+    return Cost(
+        **{
+            part.name: getattr(found, part.name) + share * (getattr(after, part.name) - getattr(before, part.name))
+            for part in fields(Cost)
+        }
+    )

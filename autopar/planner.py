@@ -6,6 +6,7 @@ A Candidate is one solution on one mesh, with its price and its peak of memory.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from functools import cache, partial
 
 from torch import fx
 
-from autopar.bare_plan import bare_plan
+from autopar.bare_plan import laid
 from autopar.candidate import Candidate
 from autopar.cluster import Device, Mesh
 from autopar.errors import InfeasibleError
@@ -44,6 +45,7 @@ from autopar.recipes import roles
 from autopar.request import Request
 from autopar.search import ilp
 from autopar.search.tangents import promises, roamed
+from passes.part_runs import Parts, part_runs
 
 HONINGS = 3
 """Rounds of honing a Candidate at most: another one where the new choices leave more room in memory, or have larger
@@ -68,6 +70,7 @@ class Planner:
     `remat` is the one field that callers set: the rematerialisation under which everything is priced from then on.
     """
 
+    gm: fx.GraphModule
     program: Program
     request: Request
     sections: Sections
@@ -91,6 +94,7 @@ class Planner:
     settled: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     # per device over the limit, for every mesh and recipe that was short of memory
     missing_bytes: list[float] = field(default_factory=list)
+    _parted: dict[str, Planner] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -109,6 +113,7 @@ class Planner:
         clusters = build_clusters(program, whole)
         device, settings = request.cluster.device, request.settings
         return Planner(
+            gm,
             program,
             request,
             sections,
@@ -124,11 +129,19 @@ class Planner:
         `offload` only."""
         same = replace(request.settings, offload=self.request.settings.offload) == self.request.settings
         assert same, "operators are priced under other settings"
-        other = replace(self, request=request, remat={}, missing_bytes=[], settled=set())
+        other = replace(self, request=request, remat={}, missing_bytes=[], settled=set(), _parted={})
         if request.settings == self.request.settings:
             return other
         assert not self.request.settings.offload, "plans on the host are told from those on devices"
         return replace(other, _prices={}, _made={}, on_devices=self)
+
+    def parted(self, parts: Parts) -> Planner:
+        """The same with runs of blocks divided into `parts` (Plan.parted), made once."""
+        key = json.dumps(parts)
+        if parts and key not in self._parted:
+            made = Planner.of(part_runs(self.gm, parts), self.program.hints, self.request)
+            self._parted[key] = replace(made, tiles=self.tiles)
+        return self._parted[key] if parts else self
 
     def table(self, ways: int, *, placed: bool, tiled: bool = False) -> Table:
         """Options of every Op on an axis of `ways` ranks; with operator placements if `placed`, with weights gathered
@@ -369,8 +382,6 @@ class Planner:
 
     def counted(self, found: Candidate) -> Candidate:
         """`found`, with its `peak_bytes` walked."""
-        made = bare_plan(
-            self, found.mesh, found.model.decode(found.solution.choice), found.name, found.remat, found.again
-        )
-        found.peak_bytes = predict(self.program, made).peak_bytes
+        made = laid(self, found)
+        found.peak_bytes = predict(self.parted(made.parted).program, made).peak_bytes
         return found

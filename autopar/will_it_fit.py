@@ -9,6 +9,7 @@ those of a pipeline with as many microbatches as the batch allows, because recip
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ from functools import cached_property, partial
 from torch import fx
 
 from autopar import joint
-from autopar.bare_plan import bare_plan
+from autopar.bare_plan import bare_plan, laid
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.joint.shapes import MOST_MICROBATCHES
@@ -44,6 +45,7 @@ from autopar.request import Request
 from autopar.search import ilp
 from autopar.search.feasible import least_memory
 from passes import facts
+from passes.part_runs import Parts, part_runs
 
 STRATEGY_SOLVE_S = 2.0  # seconds at most to solve one strategy on one mesh
 PIPELINE_SOLVE_S = 4.0  # seconds at most to solve one pipeline recipe
@@ -90,7 +92,7 @@ class Survey:
     gm: fx.GraphModule
     hints: Mapping[str, int]
     request: Request
-    _programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
+    _programs: dict[tuple[tuple[int, ...], str], Program] = field(default_factory=dict)
 
     @cached_property
     def _spans(self) -> dict[str, tuple[int, int | None, int]]:
@@ -168,13 +170,7 @@ class Survey:
             found = filled(
                 planner, planner.candidate(sizes, used, recipe.name, partial(ilp.search, time_limit_s=STRATEGY_SOLVE_S))
             )
-            return (
-                False,
-                found.cost.time_s,
-                bare_plan(
-                    planner, mesh, found.model.decode(found.solution.choice), recipe.name, found.remat, found.again
-                ),
-            )
+            return False, found.cost.time_s, laid(planner, found)
         model = planner.model(sizes, used, recipe.name)
         plans = [plan(model, choice) for choice in _without_limit(model.problem)]
         peak, least = min((self.predicted(each).peak_bytes, number) for number, each in enumerate(plans))
@@ -207,14 +203,17 @@ class Survey:
 
     def predicted(self, plan: Plan, **sizes: int) -> Prediction:
         """What a plan takes, at other sizes than those planned for where they are given."""
-        return predict(self._program({**self.hints, **sizes}), plan)
+        return predict(self._program({**self.hints, **sizes}, plan.parted), plan)
 
-    def _program(self, hints: Mapping[str, int]) -> Program:
-        """The program at the sizes `hints`, read once."""
-        key = tuple(hints.values())
+    def _program(self, hints: Mapping[str, int], parts: Parts) -> Program:
+        """The program at the sizes `hints`, with runs of blocks divided into `parts`; read once."""
+        key = tuple(hints.values()), json.dumps(parts)
         if key not in self._programs:
             self._programs[key] = read(
-                self.gm, hints, training=self.request.settings.training, device=self.request.cluster.device.kind
+                part_runs(self.gm, parts) if parts else self.gm,
+                hints,
+                training=self.request.settings.training,
+                device=self.request.cluster.device.kind,
             )
         return self._programs[key]
 
@@ -224,7 +223,7 @@ class Survey:
             return Row(name, (), self.limit_bytes, why=plan)
         prediction, limits = self.predicted(plan), self._limits(plan)
         place = min(prediction.places, key=lambda place: limits[place.number] - place.peak_bytes)
-        host_bytes = hosts.of_a_device(self._program(self.hints), plan)
+        host_bytes = hosts.of_a_device(self._program(self.hints, plan.parted), plan)
         host_limit_bytes = self.request.cluster.device.host_memory_bytes if plan.offload else math.inf
         held = host_bytes <= host_limit_bytes  # what is on hosts is as much at any size
         return Row(
@@ -245,7 +244,7 @@ class Survey:
         found = self._largest_of(plan, symbol, limits)
         if self._is_most(found, plan, symbol) or plan.mode != "train" or self.request.remat != "auto":
             return found
-        if not (again := levels(self._program(self.hints), "full")):
+        if not (again := levels(self._program(self.hints, plan.parted), "full")):
             return found
         stages = tuple(replace(stage, again={}) for stage in plan.stages)
         return max(found, self._largest_of(replace(plan, remat=again, stages=stages), symbol, limits))
@@ -339,7 +338,7 @@ class Survey:
 
     def _ways(self, plan: Plan) -> int:
         """The number of ranks of a place that the batch is cut over."""
-        program = self._program(self.hints)
+        program = self._program(self.hints, plan.parted)
         inputs = [op.name for op in program.ops.values() if op.role == "input" and 0 in op.batch[0]]
         return max(
             itertools.chain(

@@ -47,6 +47,13 @@ def part_names(gm: fx.GraphModule, name: str, begins: Sequence[int]) -> dict[str
     }
 
 
+def whole_name(name: str, parts: Parts) -> str:
+    """The name, in the whole run, of an operator of a part of it; `name` itself for others."""
+    scope, _, rest = name.rpartition("/")
+    whole = next((whole for whole, begins in parts.items() if scope in begins), None)
+    return name if whole is None else f"{whole}/{rest}"
+
+
 def _part(gm: fx.GraphModule, call: fx.Node, begins: Mapping[str, int]) -> None:
     """Divide one run, in place: `begins` names its parts but the first, with their first instances."""
     whole, body = int(call.meta["repeat"]), body_of(call)

@@ -40,7 +40,7 @@ from autopar.request import Request
 from autopar.rules.language import Option
 from autopar.search import ilp
 from autopar.timer import Timer
-from passes.part_runs import Parts, part_runs
+from passes.part_runs import Parts, whole_name
 
 SHAPE_SOLVE_S = 2.0  # seconds at most to solve one Problem of a shape
 SOLVED = 0.005  # relative: a solution proven to be this close to the optimum is good enough
@@ -73,7 +73,7 @@ class SearchContext:
         self.best_s = math.inf
         self._roomy: dict[float, dict[Shape, float]] = {}
         self._parted: dict[str, SearchContext] = {}
-        self._origins: dict[str, str] = {}  # scope of a part of a run -> scope of the whole run
+        self._parts: Parts = {}  # the runs that are divided
         self._undivided: SearchContext | None = None  # the context of the graph whose runs are not divided
         self.limit_bytes, self._asked_bytes = request.limit_bytes, request.memory_bytes
         self.answered: Callable[[float], None] = lambda known_s: None  # called with the step time of each better plan
@@ -130,12 +130,9 @@ class SearchContext:
         return self._parted[key]
 
     def _with_parts(self, parts: Parts) -> SearchContext:
-        gm = part_runs(self.gm, parts)
-        whole = Planner.of(gm, self.hints, self.request)
+        whole = self.whole.parted(parts)
         other = self._derived(of_program=ProgramResults(whole.program, {1: whole}))
-        other.gm, other.whole = gm, whole
-        other._origins = {name: scope for scope, begins in parts.items() for name in begins}
-        other._undivided = self
+        other.gm, other.whole, other._parts, other._undivided = whole.gm, whole, parts, self
         return other
 
     def program_of(self, plan: Plan) -> Program:
@@ -144,8 +141,7 @@ class SearchContext:
 
     def origin(self, name: str) -> str:
         """The name, in the whole run, of an operator of a part of it; `name` itself for others."""
-        scope, _, rest = name.rpartition("/")
-        return f"{self._origins[scope]}/{rest}" if scope in self._origins else name
+        return whole_name(name, self._parts)
 
     @property
     def roomy(self) -> dict[Shape, float]:

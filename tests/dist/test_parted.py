@@ -16,7 +16,7 @@ from passes.fold_repeats import is_folded
 from passes.part_runs import part_names
 from tests.helpers.apart import ROWS, found, small_and_slow, stack
 from tests.helpers.remat import rematerialised
-from tests.helpers.verify import FROZEN, Sizes, Subject, by_chance, by_stages, planner_of, subject
+from tests.helpers.verify import FROZEN, Sizes, Subject, by_chance, by_recipe, by_stages, planner_of, subject
 
 MESH = (2, 2)
 WAYS: dict[str, tuple[roles.Role, ...]] = {
@@ -65,6 +65,14 @@ FAST = [("hf-llama", 1)]
 def test_parts_with_any_layouts_in_one_stage(name: str, seed: int) -> None:
     who = parted(name)
     right(who, by_chance(who, MESH, seed))
+
+
+def test_parts_in_one_stage_that_keep_different_results() -> None:
+    """As plans between two levels of rematerialisation have them (partial_remat)."""
+    who = parted("hf-llama")
+    made = rematerialised(who, by_recipe(who, (2,), "zero3"), "random 1")
+    assert len({tuple(name.rpartition("/")[2] for name in kept) for kept in made.remat.values()}) == 2
+    right(who, made)
 
 
 def in_places(who: Subject, mesh: Sizes, ways: tuple[str, str], schedule: str, microbatches: int = 2) -> Plan:

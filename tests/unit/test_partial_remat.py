@@ -15,6 +15,7 @@ from autopar.memory import predict
 from autopar.onestage import plan
 from autopar.partial_remat import filled
 from autopar.pipeline.single_stage import step_cost
+from autopar.plan import Plan
 from autopar.planner import Planner
 from autopar.problem.remat import rematerialised
 from autopar.problem.remat_choices import choices
@@ -68,8 +69,10 @@ def test_the_more_memory_there_is_the_less_time_it_takes(recipe: str) -> None:
     assert steps[-1] == pytest.approx(between(recipe)[0].cost.time_s) and not made.remat
 
 
-@pytest.mark.parametrize(("recipe", "share"), [("zero3", 0.5), pytest.param("ddp", 0.75, marks=pytest.mark.slow)])
-def test_no_corner_with_any_number_of_blocks_is_faster(recipe: str, share: float) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "share"), [("zero3", 0.5), ("megatron", 0.3), pytest.param("ddp", 0.75, marks=pytest.mark.slow)]
+)
+def test_no_corners_with_any_numbers_of_blocks_are_faster(recipe: str, share: float) -> None:
     """Against all that there are, counted and walked one by one."""
     (limit_bytes,) = limits(recipe, (share,))
     planner = planner_of().anew(replace(planner_of().request, memory_bytes=limit_bytes))
@@ -80,19 +83,21 @@ def test_no_corner_with_any_number_of_blocks_is_faster(recipe: str, share: float
         planner.forward(full.mesh),
         full.solution.choice,
     )
-    none = step_cost(plain, choice, forward)
+    corners = choices(plain, forward, choice, SCOPE).corners
+    cost = {None: step_cost(plain, choice, forward)}
+    for corner in corners:
+        cost[corner.kept] = step_cost(rematerialised(plain, forward, {SCOPE: corner.kept}), choice, forward)
     fit_s = []
-    for corner in choices(plain, forward, choice, SCOPE).corners:
-        again = step_cost(rematerialised(plain, forward, {SCOPE: corner.kept}), choice, forward)
-        for n in range(1, LAYERS + 1):
-            way = replace(full, remat={SCOPE: corner.kept}, again={SCOPE: n}, peak_bytes=None)
-            if (
-                max(
-                    none.memory_bytes + n / LAYERS * (again.memory_bytes - none.memory_bytes), planner.counted(way).peak
-                )
-                <= limit_bytes
-            ):
-                fit_s.append(none.time_s + n / LAYERS * (again.time_s - none.time_s))
+    for first, rest, n in itertools.product(cost, cost, range(1, LAYERS + 1)):
+        if first is None or (n == LAYERS and rest is not None):
+            continue
+        way = replace(
+            full, remat={SCOPE: first}, again={SCOPE: n}, rest={} if rest is None else {SCOPE: rest}, peak_bytes=None
+        )
+        least, most = cost[rest], cost[first]
+        nbytes = least.memory_bytes + n / LAYERS * (most.memory_bytes - least.memory_bytes)
+        if max(nbytes, planner.counted(way).peak) <= limit_bytes:
+            fit_s.append(least.time_s + n / LAYERS * (most.time_s - least.time_s))
     assert made.cost.time_s == pytest.approx(min(fit_s), rel=1e-6)
     assert made.again and made.cost.time_s < full.cost.time_s
 
@@ -122,6 +127,35 @@ def test_a_plan_that_runs_some_blocks_again_takes_what_is_said() -> None:
         lengths[count] - lengths[0], rel=0.02
     )
     assert all(row.step_s is None or row.step_s >= made.predicted.step_s * (1 - 1e-9) for row in made.alternatives)
+
+
+def test_a_plan_whose_blocks_keep_different_results_takes_what_is_said() -> None:
+    """Three blocks keep nothing and three one result each: one of it for all takes more time, the other more memory."""
+    (limit_bytes,) = limits("megatron", (0.3,))
+    made = plan(
+        graph(LAYERS),
+        HINTS,
+        Request(Cluster.parse("cpu:1x4"), recipe="megatron", memory_bytes=limit_bytes),
+        model="stack",
+        graph_hash="0" * 64,
+    )
+    assert made.parted == {SCOPE: {"layers_3": 3}} and not made.stages[0].again
+    assert made.run_again.startswith(f"{SCOPE}, whole; layers_3, keeping ")
+    parted = planner_of().parted(made.parted)
+    assert made.predicted.memory_bytes == predict(parted.program, made).peak_bytes <= limit_bytes
+    assert Plan.from_json(made.to_json()) == made
+    alike = [
+        replace(
+            made, remat={scope: tuple(f"{scope}/{name.rpartition('/')[2]}" for name in kept) for scope in made.remat}
+        )
+        for kept in made.remat.values()
+    ]
+    less, more, both = (Stages.of(parted.gm, each).whole().length_s for each in (*alike, made))
+    assert both == pytest.approx((less + more) / 2, rel=1e-6) and less > both > more
+    assert made.predicted.step_s - between("megatron")[0].cost.time_s == pytest.approx(
+        both - Stages.of(parted.gm, replace(made, remat={})).whole().length_s, rel=0.02
+    )
+    assert predict(parted.program, alike[1]).peak_bytes > limit_bytes
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "zero3", "megatron"])

@@ -16,6 +16,7 @@ from autopar.problem.remat import levels
 from autopar.request import Request
 from autopar.will_it_fit import LARGEST, ROUNDS, Row, Survey, _runs
 from tests.helpers.kinds import two_kinds
+from tests.helpers.planned import graph
 from tests.helpers.verify import Subject, subject
 
 
@@ -43,11 +44,22 @@ def test_there_is_a_row_for_each() -> None:
     assert ddp.fullest.activations_bytes == pytest.approx(one.fullest.activations_bytes / 2, rel=0.02)
 
 
+def test_blocks_that_keep_different_results_are_walked_in_their_parts() -> None:
+    """The plan has no whole run of blocks any more."""
+    here = Survey(graph(6), {"b": 8192}, Request(Cluster.parse("cpu:1x4"), memory_bytes=276e6))
+    (row,) = (row for row in here.rows(["megatron"]) if row.name == "megatron")
+    assert row.plan is not None and row.plan.parted and row.fits
+    size, step = row.largest["b"], here._step(row.plan, "b")
+    again = replace(row.plan, remat=dict.fromkeys(row.plan.remat, ()))
+    assert size > 8192 and here.predicted(again, b=size).peak_bytes <= row.limit_bytes
+    assert here.predicted(again, b=size + step).peak_bytes > row.limit_bytes
+
+
 @pytest.mark.parametrize("name", ["one device", "ddp", "zero3", "megatron"])
 def test_the_largest_sizes_fit_and_the_next_ones_do_not(name: str) -> None:
     row, here = row_of(name), survey()
     assert row.plan is not None and row.fits == (row.largest["b"] >= 8)
-    again = replace(row.plan, remat=levels(here._program(here.hints), "full"))
+    again = replace(row.plan, remat=levels(here._program(here.hints, {}), "full"))
 
     def peak(**sizes: int) -> float:
         """The least of the plan and of the same with all blocks run again."""
@@ -88,7 +100,7 @@ def _compiles(request: Request, who: Subject, hints: Mapping[str, int]) -> bool:
 def test_the_largest_sizes_of_a_pipeline_have_as_many_microbatches_as_they_want(name: str) -> None:
     here = survey()
     row = row_of(name)
-    plan, level = row.plan, levels(here._program(here.hints), "full")
+    plan, level = row.plan, levels(here._program(here.hints, {}), "full")
     assert plan is not None and plan.remat == {}
 
     def peak(**sizes: int) -> float:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 
@@ -149,10 +149,10 @@ class _Filling:
                     break
                 best[scope] = self._fewest(best, scope, way, at_least) or best[scope]
             pairs = [Rerun(less.kept, 0, more.kept) for less, more in itertools.combinations(corners, 2)]
-            for hoped_s, at_least, way in self._hoped(best, scope, pairs):
-                if hoped_s >= self.cost(best).time_s * (1 - BETTER):
+            for sure_s, at_most, way in sorted(self._sure(best, scope, pairs), key=lambda each: each[:2]):
+                if sure_s >= self.cost(best).time_s * (1 - BETTER):
                     break
-                best[scope] = self._fewest_of_two(best, scope, way, at_least) or best[scope]
+                best[scope] = self._fewest_of_two(best, scope, way, at_most) or best[scope]
         return best
 
     def _hoped(self, ways: Reruns, scope: str, among: Sequence[Rerun]) -> list[tuple[float, int, Rerun]]:
@@ -253,18 +253,27 @@ class _Filling:
             few, enough = (few, middle) if fits(before[middle]) else (middle, enough)
         return replace(way, count=before[enough])
 
-    def _fewest_of_two(self, ways: Reruns, scope: str, way: Rerun, at_least: int) -> Rerun | None:
-        """As `_fewest` where the other blocks keep `way.rest`.
+    def _sure(self, ways: Reruns, scope: str, among: Sequence[Rerun]) -> Iterator[tuple[float, int, Rerun]]:
+        """Of ways in which the other blocks keep `rest`: the seconds that are sure by the walk, the number of blocks
+        with them, and the way.
 
         The peak is the greatest of sums that each grow evenly with the number of blocks, so it is at most the line
-        between its ends, where all blocks are alike: no more than that line asks for are tried.
+        between its ends, where all blocks are alike.
         """
         last, room_bytes = self._blocks(scope), self.planner.request.limit_bytes
-        less, more = (self._peak_of_all(ways, scope, kept) for kept in (way.kept, way.rest))
-        if less > room_bytes:
-            return None
-        at_most = max(at_least, math.ceil(last * (more - room_bytes) / (more - less))) if more > room_bytes else 0
-        faster = [n for n in self._faster(ways, scope, way, max(1, at_least)) if n <= min(at_most, last - 1)]
+        for way in among:
+            if (at_least := self._counted(ways, scope, way)) is None or not self._faster(ways, scope, way, at_least):
+                continue
+            less, more = (self._peak_of_all(ways, scope, kept) for kept in (way.kept, way.rest))
+            if less <= room_bytes < more:
+                at_most = max(at_least, math.ceil(last * (more - room_bytes) / (more - less)))
+                yield self.cost({**ways, scope: replace(way, count=at_most)}).time_s, at_most, way
+
+    def _fewest_of_two(self, ways: Reruns, scope: str, way: Rerun, at_most: int) -> Rerun | None:
+        """`way` with the fewest blocks, up to `at_most`, that keep `way.kept`, so that it fits by both counts; None
+        where that is not faster than `ways`, or all blocks keep the same."""
+        at_least = max(1, self._counted(ways, scope, way) or 0)
+        faster = [n for n in self._faster(ways, scope, way, at_least) if n <= min(at_most, self._blocks(scope) - 1)]
         found = bisect_left(faster, True, key=lambda n: self.fits({**ways, scope: replace(way, count=n)}))
         return replace(way, count=faster[found]) if found < len(faster) else None
 

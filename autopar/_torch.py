@@ -17,6 +17,7 @@ from torch._ops import (
     OpOverloadPacket,
 )  # the class of call_function targets, and of all overloads of a name
 from torch.amp.grad_scaler import OptState
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 
@@ -56,6 +57,13 @@ def local_of(tensor: Tensor) -> Tensor:
     `to_local()` is a differentiable view and costs tens of microseconds; we look at every parameter at every step.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def maker_of(mesh: DeviceMesh) -> int:
+    """The rank on which `mesh` was made: another one, where it was read from that rank's file. Its public properties
+    are those of a mesh that this rank has made, but for the coordinates, which do not tell places of a pipeline."""
+    rank: int = mesh._rank
+    return rank
 
 
 def before_numbers(check: Callable[[DTensor], None]) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import local_of
+from autopar._torch import local_of, maker_of
 from autopar.errors import RunError
 from autopar.layout import Layout, dim_of, is_placed, is_shard
 from autopar.runtime.cuts import own
@@ -187,15 +187,22 @@ def at_rest(value: Tensor, h: Held, mesh: Mesh) -> Tensor:
     return distribute(local, h.info.shape, h.info.entries, mesh)
 
 
-def _check_own(value: DTensor, h: Held) -> None:
-    """Raise RunError where `value` is cut and the part of another rank, from a file that this one wrote: what is read
-    from it says where the rank was that wrote it, and torch takes it for this rank's part."""
-    at, ranks = value.device_mesh.get_coordinate(), value.device_mesh.mesh
-    here = (ranks == dist.get_rank()).nonzero().tolist()
+def part_of_another(value: DTensor) -> int | None:
+    """The rank that wrote `value` into a file of its own, where this rank's part is another one: torch takes what is
+    read for this rank's part. None where the parts are the same, as those of replicas are."""
+    mesh, writer, here = value.device_mesh, maker_of(value.device_mesh), dist.get_rank()
+    # in a pipeline a mesh that is read is that of this rank's place, wherever it was written
+    there, own = ((mesh.mesh == rank).nonzero().tolist() for rank in (writer, here))
     cut = [axis for axis, placement in enumerate(value.placements) if placement.is_shard()]
-    if at and here and any(at[axis] != here[0][axis] for axis in cut):
+    same = there and own and all(there[0][axis] == own[0][axis] for axis in cut)
+    return None if same else writer
+
+
+def _check_own(value: DTensor, h: Held) -> None:
+    """Raise RunError where `value` is the part of another rank."""
+    if (rank := part_of_another(value)) is not None:
         raise RunError(
-            f"{h.name}: what is loaded is the part of rank {int(ranks[tuple(at)])}, and this is rank "
-            f"{dist.get_rank()}. torch.save of state_dict() on one rank saves that rank's part alone: save "
-            "model.full_state_dict(), called on all ranks, for load_full, or use torch.distributed.checkpoint"
+            f"{h.name}: what is loaded is the part of rank {rank}, and this is rank {dist.get_rank()}. torch.save of "
+            "state_dict() on one rank saves that rank's part alone: save model.full_state_dict(), called on all ranks, "
+            "for load_full, or use torch.distributed.checkpoint"
         )

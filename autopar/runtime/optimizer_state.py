@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar._torch import local_of, wrap_like
 from autopar.errors import RunError
 from autopar.optimizers import OPTIMIZERS
 from autopar.runtime import other_state
-from autopar.runtime.checkpoint import at_rest, unsection
+from autopar.runtime.checkpoint import at_rest, part_of_another, unsection
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import Held
 
@@ -356,21 +356,22 @@ def _counters(state: Mapping[str, Any], held: Mapping[str, Held]) -> set[str]:
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raise RunError where the state is another rank's part, from a file that one rank wrote and torch's
-    `load_state_dict` took on all: it says where the rank was that wrote it. One state that is cut tells of all."""
+    `load_state_dict` took on all."""
+    seen = set[tuple[int, tuple[Placement, ...]]]()
     for param, state in optimizer.state.items():
         for value in state.values():
-            if (
-                isinstance(param, DTensor)
-                and isinstance(value, DTensor)
-                and any(at.is_shard() for at in value.placements)
-            ):
-                if value.device_mesh.get_coordinate() != param.device_mesh.get_coordinate():
-                    raise RunError(
-                        f"the state of this {type(optimizer).__name__} is the part of another rank: torch.save of "
-                        "optimizer.state_dict() on one rank saves that rank's part alone. Use optimizer_state_dict and "
-                        "load_optimizer_state_dict of the model, with torch.distributed.checkpoint"
-                    )
+            if not isinstance(param, DTensor) or not isinstance(value, DTensor):
+                continue
+            if value.device_mesh is param.device_mesh:  # made here, and so is what follows
                 return
+            how = id(value.device_mesh), value.placements
+            if how not in seen and (rank := part_of_another(value)) is not None:
+                raise RunError(
+                    f"the state of this {type(optimizer).__name__} is the part of another rank, {rank}: torch.save of "
+                    "optimizer.state_dict() on one rank saves that rank's part alone. Use optimizer_state_dict and "
+                    "load_optimizer_state_dict of the model, with torch.distributed.checkpoint"
+                )
+            seen.add(how)
 
 
 register_optimizer_step_pre_hook(_before_step)

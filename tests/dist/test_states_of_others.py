@@ -1,4 +1,4 @@
-"""An optimizer whose state is another rank's part is refused."""
+"""An optimizer whose state is another rank's part is refused, and that of a replica is taken."""
 
 from __future__ import annotations
 
@@ -8,28 +8,41 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.test_refused import compiled, said
+import autopar
+from tests.dist.test_refused import ROWS, WIDTH, Model, said
 from tests.helpers.ranks import on_ranks
 
 
-def _loaded(recipe: str) -> tuple[str, str]:
-    """What is said of a step with the state that this rank saved, and with that of rank 0."""
-    made, batch = compiled(recipe)
+def _loaded(recipe: str) -> list[str]:
+    """What is said of a step with the state that each rank saved, by rank."""
+    torch.manual_seed(0)
+    batch = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    made = autopar.compile(
+        Model(hidden=WIDTH), f"cpu:1x{dist.get_world_size()}", batch, recipe=recipe, time_limit_s=5.0
+    )
     optimizer, file = torch.optim.AdamW(made.parameters(), 1e-2), io.BytesIO()
-    made.train_step(*batch)
+    made.train_step(*made.shard_batch(*batch))
     optimizer.step()
     torch.save(optimizer.state_dict(), file)
-    first = [file.getvalue()]
-    dist.broadcast_object_list(first, 0)
+    saved = [b""] * dist.get_world_size()
+    dist.all_gather_object(saved, file.getvalue())
     found = []
-    for saved in (file.getvalue(), first[0]):
-        optimizer.load_state_dict(torch.load(io.BytesIO(saved), weights_only=False))
+    for each in saved:
+        optimizer.load_state_dict(torch.load(io.BytesIO(each), weights_only=False))
         found.append(said(optimizer.step))
-    return found[0], found[1]
+    return found
 
 
-@pytest.mark.parametrize("recipe", ["zero3", "ddp"])
-def test_state_of_an_optimizer_from_another_rank(recipe: str) -> None:
-    (own, same), (other, wrong) = on_ranks(2, _loaded, recipe)
-    assert not own + same + other
-    assert ("this AdamW is the part of another rank" in wrong) == (recipe == "zero3")
+@pytest.mark.parametrize(
+    ("recipe", "taken"),
+    [
+        ("ddp", [{0, 1}, {0, 1}]),
+        ("zero3", [{0}, {1}]),
+        ("1f1b", [{0}, {1}]),  # as many parameters of the same shapes, of another layer
+        ("hsdp", [{0, 2}, {1, 3}, {0, 2}, {1, 3}]),
+    ],
+)
+def test_state_of_an_optimizer_from_another_rank(recipe: str, taken: list[set[int]]) -> None:
+    for messages, own in zip(on_ranks(len(taken), _loaded, recipe), taken, strict=True):
+        for rank, message in enumerate(messages):
+            assert message.startswith(f"the state of this AdamW is the part of another rank, {rank}") != (rank in own)

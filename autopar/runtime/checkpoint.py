@@ -18,6 +18,7 @@ from autopar.runtime.cuts import own
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
 from autopar.runtime.params import Held, distribute
+from autopar.runtime.state_copies import StateCopies
 
 EXTRA = "_extra_state"
 """What torch calls the state of a module that is no tensor."""
@@ -125,20 +126,26 @@ def unsection(local: Tensor, h: Held, mesh: Mesh) -> Tensor:
 
 
 def install(
-    module: nn.Module, held: Mapping[str, Held], aliases: Mapping[str, str], mesh: Mesh, elsewhere: Iterable[str] = ()
+    module: nn.Module,
+    held: Mapping[str, Held],
+    aliases: Mapping[str, str],
+    mesh: Mesh,
+    copies: StateCopies,
+    elsewhere: Iterable[str] = (),
 ) -> None:
     """Add hooks to `module` so that `state_dict` and `load_state_dict` have rows in original order, and loading takes
     whole tensors as well. On loading, extra state of the user's modules and entries of other places (`elsewhere`) are
-    ignored."""
+    ignored. `copies` watches the values of other rows that `state_dict` gives."""
     table = dict(held) | {alias: held[name] for alias, name in aliases.items()}
     others = [name for name in dict.fromkeys(elsewhere) if name not in table]
 
     def saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
         for name, h in table.items():
             if h.info.sectioned and prefix + name in state:
-                state[prefix + name] = unsection(local_of(state[prefix + name]), h, mesh)
+                state[prefix + name] = copies.gave(name, unsection(local_of(state[prefix + name]), h, mesh))
 
     def loading(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        copies.loaded(name for name in table if prefix + name in state)
         for name, h in table.items():
             value = state.get(prefix + name)
             if isinstance(value, Tensor):

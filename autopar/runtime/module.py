@@ -36,6 +36,7 @@ from autopar.runtime.rank0_weights import check_replicas
 from autopar.runtime.reshard import reshard
 from autopar.runtime.scaling import GradScaler, is_narrow, scale_of
 from autopar.runtime.scopes import Scope
+from autopar.runtime.state_copies import StateCopies
 from autopar.runtime.tree import Tree
 from autopar.runtime.uncompiled import check_uncompiled, not_compiled
 
@@ -84,8 +85,9 @@ class ShardedModule(ModuleState):
         partial_numbers.watch(self.MESH.device_mesh)
         host_state.install(self)
         all_at_once.install(self)
-        checkpoint.install(self, self._held, aliases, self.MESH, elsewhere)
-        self.register_state_dict_pre_hook(lambda module, prefix, keep_vars: module._assigned_data.check())
+        self._state_copies = StateCopies()
+        checkpoint.install(self, self._held, aliases, self.MESH, self._state_copies, elsewhere)
+        self.register_state_dict_pre_hook(lambda module, prefix, keep_vars: module._check_written())
 
     def _scopes(self) -> Sequence[Scope]:
         """The scopes that run on this rank: the model itself, or its stages here."""
@@ -158,7 +160,7 @@ class ShardedModule(ModuleState):
         batch.without_autocast(self.MESH)
         self.MESH.check_met(self._met)
         self._tree.check()
-        self._assigned_data.check()
+        self._check_written()
         inputs = batch.bind(self.INPUTS, args, kwargs, self.FIXED, self.NESTED)
         batch.check_kinds(self.SAMPLE, self.INPUTS, inputs)
         if torch.is_grad_enabled():

@@ -14,6 +14,7 @@ from autopar.errors import RunError
 
 def twin(module: Any, memo: dict[int, Any]) -> Any:
     """A copy of a ShardedModule on the same mesh; `memo` is that of `copy.deepcopy`. Gradients are not copied."""
+    module._check_written()
     memo[id(module)] = made = type(module)(seed=module.rng.seed)
     fresh = {id(held.tensor): _copied(module._held[name].tensor, memo) for name, held in made._held.items()}
     for part in made.modules():  # tied ones have several names

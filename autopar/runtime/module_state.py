@@ -18,6 +18,7 @@ from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import Held, grad_at_rest
 from autopar.runtime.rng import Rng
 from autopar.runtime.scopes import Scope
+from autopar.runtime.state_copies import StateCopies
 
 
 class ModuleState(Scope):
@@ -29,6 +30,7 @@ class ModuleState(Scope):
     _names: Sequence[str]
     _constant: dict[str, None]
     _assigned_data: AssignedData
+    _state_copies: StateCopies
     rng: Rng
 
     def constant_names(self) -> list[str]:
@@ -48,7 +50,13 @@ class ModuleState(Scope):
             held_already=self._constant,
             elsewhere=self._elsewhere(),
         )
+        self._state_copies.loaded(state)
         return self
+
+    def _check_written(self) -> None:
+        """Raise RunError where weights were written in a way that does not reach them."""
+        self._assigned_data.check()
+        self._state_copies.check()
 
     def _elsewhere(self) -> Iterable[str]:
         """Names of parameters, buffers and blocks that other places of a pipeline hold."""
@@ -82,7 +90,7 @@ class ModuleState(Scope):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole parameters and buffers under original names and in their order, on the CPU of every rank; a collective
         operation."""
-        self._assigned_data.check()
+        self._check_written()
         found = checkpoint.full_state_dict(self._held.values(), self.ALIASES, self.MESH)
         return {name: found[name] for name in self._names if name in found}
 

@@ -328,7 +328,7 @@ class PipelinedModule(ShardedModule):
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
         """As ShardedModule.full_state_dict, with what other places hold."""
-        self._assigned_data.check()
+        self._check_written()
         stated = self._stated()
         found = {
             name: value.cpu()

@@ -5,10 +5,11 @@ A rank infers the global batch size from its own part. If one rank has a smaller
 its loader), every rank computes another mean and other gradients than the model, without an error. If ranks have frozen
 different parameters, they reduce gradients of different tensors: they deadlock or get wrong sums. In a pipeline, a
 place also needs to know whether any other place still trains parameters. If one rank weights its loss otherwise,
-evaluates, or draws other numbers (`SAME`), gradients of different losses are summed.
+evaluates, or draws other numbers (`SAME`), gradients of different losses are summed. If one steps its optimizers
+otherwise (steps_taken.py), parts of one model drift apart.
 
-So each rank sends its sizes and dtypes, a checksum of which parameters train, and the state of the step: one small
-all-gather, which is started with the forward and read after it, when every rank has started.
+So each rank sends its sizes and dtypes, checksums of which parameters train and of what optimizers did, and the state
+of the step: one small all-gather, which is started with the forward and read after it, when every rank has started.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from autopar.runtime.collectives import objects_of_all, start_all_gather_from_al
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import Held
 from autopar.runtime.rng import Rng
+from autopar.runtime.steps_taken import StepsTaken
 
 SAME: Mapping[str, str] = {
     "steps begun": "one of them caught an error that the other did not have, and left out the step in which that one "
@@ -71,6 +73,7 @@ class BatchSizes:
         self.trains = True
         self._held: Mapping[str, Held] = {}
         self._state: Mapping[str, float] = {}
+        self._steps = StepsTaken()
         self._coming: Callable[[], Tensor] | None = None
         self._begun = 0
         self._stream = None if mesh.device_type == "cpu" or mesh.ranks == 1 else torch.Stream(mesh.device)
@@ -92,17 +95,20 @@ class BatchSizes:
         batch.check_agreement(self.inputs, values, self.mesh)
         self._dims = [value.dim() if isinstance(value, Tensor) else 0 for value in values]
 
-    def tell(self, values: Sequence[Any], held: Mapping[str, Held], state: Mapping[str, float]) -> bool:
-        """Start to send the sizes and dtypes of this rank's part, which of `held` train, and the `step_state`. Returns
-        whether the sizes differ from those of the last step. Where dtypes do, it looks at once: backends end a process
-        that is to sum tensors of different dtypes."""
+    def tell(
+        self, values: Sequence[Any], held: Mapping[str, Held], state: Mapping[str, float], steps: StepsTaken
+    ) -> bool:
+        """Start to send the sizes and dtypes of this rank's part, which of `held` train, the `step_state`, and what
+        optimizers did. Returns whether the sizes differ from those of the last step. Where dtypes do, it looks at once:
+        backends end a process that is to sum tensors of different dtypes."""
         sizes = [
             size
             for value, dims in zip(values, self._dims or (), strict=True)
             for size in (value.shape if isinstance(value, Tensor) and value.dim() == dims else (-1,) * dims)
         ]
         state = {"steps begun": self._begun, **state}
-        self._held, self._state, training = held, state, bytes(one.tensor.requires_grad for one in held.values())
+        self._held, self._state, self._steps = held, state, steps.told()
+        training = bytes(one.tensor.requires_grad for one in held.values())
         self.trains = any(training)
         dtypes = [DTYPES.index(str(value.dtype)) if isinstance(value, Tensor) else -1 for value in values]
         cast, self._dtypes = dtypes != self._dtypes, dtypes
@@ -112,6 +118,7 @@ class BatchSizes:
                     torch.tensor(
                         [
                             zlib.crc32(training) + 1 if self.trains else 0,
+                            self._steps.checksum,
                             *map(_bits, state.values()),
                             *dtypes,
                             *sizes,
@@ -128,22 +135,24 @@ class BatchSizes:
 
     def look(self) -> None:
         """Read what the ranks sent. Raises RunError, on every rank, where their parts are not parts of one batch or of
-        other dtypes, the step has another state on some ranks, or, where gradients are recorded, ranks of one place
-        have frozen different parameters."""
+        other dtypes, the step has another state on some ranks, optimizers did other steps on ranks of one place, or,
+        where gradients are recorded, these have frozen different parameters."""
         if self._coming is None:
             return
         with self._beside():
             told, self._coming = self._coming().tolist(), None
-        count = 1 + len(self._state)
+        count = 2 + len(self._state)
         shapes = count + len(self._dtypes)
-        training, states, dtypes, everyone = (
+        training, steps, states, dtypes, everyone = (
             [each[0] for each in told],
-            [each[1:count] for each in told],
+            [each[1] for each in told],
+            [each[2:count] for each in told],
             [each[count:shapes] for each in told],
             [each[shapes:] for each in told],
         )
         self.trains = any(training)
         self._same(states)
+        self._stepped_alike(steps)
         if torch.is_grad_enabled():
             self._alike(training)
         batch.check_dtypes(self.inputs, [[DTYPES[n] if n >= 0 else "no tensor" for n in each] for each in dtypes])
@@ -165,12 +174,11 @@ class BatchSizes:
     def _alike(self, training: Sequence[int]) -> None:
         """Raise RunError, on every rank, unless the ranks of each place train the same parameters; `training` has each
         rank's checksum of these."""
-        inner = len(training) // self.mesh.places
-        if all(number == training[rank - rank % inner] for rank, number in enumerate(training)):
+        if all(number == training[self._first(rank)] for rank, number in enumerate(training)):
             return
         everyone = objects_of_all({name: one.tensor.requires_grad for name, one in self._held.items()}, self.mesh)
         for rank, mine in enumerate(everyone):
-            first = rank - rank % inner
+            first = self._first(rank)
             if torn := [name for name, trains in mine.items() if trains != everyone[first][name]]:
                 here, there = ("trains", "is frozen") if mine[torn[0]] else ("is frozen", "trains")
                 raise RunError(
@@ -178,6 +186,26 @@ class BatchSizes:
                     "though ranks sum gradients together: call requires_grad_ alike on all ranks, with random choices "
                     "from a generator of the same seed"
                 )
+
+    def _stepped_alike(self, steps: Sequence[int]) -> None:
+        """Raise RunError, on every rank, unless optimizers did the same on the ranks of each place; `steps` has each
+        rank's checksum of that."""
+        if all(number == steps[self._first(rank)] for rank, number in enumerate(steps)):
+            return
+        everyone = objects_of_all(self._steps, self.mesh)
+        for rank, mine in enumerate(everyone):
+            first = self._first(rank)
+            if mine.checksum != everyone[first].checksum:
+                here, there = mine.unlike(everyone[first])
+                raise RunError(
+                    f"optimizers took other steps on rank {rank} than on rank {first}, {here} and {there}: what ranks "
+                    "have of one model drifts apart. Whether to step, and metrics that a schedule of the learning rate "
+                    "looks at, must be the same on all ranks (the loss of the model is), and so must what is resumed"
+                )
+
+    def _first(self, rank: int) -> int:
+        """The first rank of the place that `rank` is on."""
+        return rank - rank % (self.mesh.ranks // self.mesh.places)
 
     def _shapes(self, sizes: Sequence[int]) -> list[tuple[int, ...]]:
         left: Iterator[int] = iter(sizes)

@@ -18,7 +18,18 @@ from torch.distributed import ProcessGroup
 from autopar._torch import give_local
 from autopar.errors import RunError
 from autopar.layout import is_partial, parse, show
-from autopar.runtime import all_at_once, batch, checkpoint, host_state, loaders, norms, partial_numbers, regather, rng
+from autopar.runtime import (
+    all_at_once,
+    batch,
+    checkpoint,
+    host_state,
+    loaders,
+    norms,
+    partial_numbers,
+    regather,
+    rng,
+    steps_taken,
+)
 from autopar.runtime.assigned_data import AssignedData
 from autopar.runtime.batch_sizes import BatchSizes, step_state
 from autopar.runtime.declare import Declarations
@@ -85,6 +96,7 @@ class ShardedModule(ModuleState):
         partial_numbers.watch(self.MESH.device_mesh)
         host_state.install(self)
         all_at_once.install(self)
+        self._steps_taken = steps_taken.watch(self)
         self._state_copies = StateCopies()
         checkpoint.install(self, self._held, aliases, self.MESH, self._state_copies, elsewhere)
         self.register_state_dict_pre_hook(lambda module, prefix, keep_vars: module._check_written())
@@ -172,7 +184,8 @@ class ShardedModule(ModuleState):
             self._told.first(inputs)
             check_replicas(self._held.values(), self.rng.seed, self.MESH, self._copies())
         state = step_state(self.rng if self._has_loss() else None, training=self.training, loss_weight=loss_weight)
-        if self._in_step() and self._told.tell(inputs, self._held, state) and self.data_parallel_size < self.MESH.ranks:
+        others = self._in_step() and self._told.tell(inputs, self._held, state, self._steps_taken)
+        if others and self.data_parallel_size < self.MESH.ranks:
             self._told.look()  # checked now: ranks that share samples exchange tensors of these sizes in the forward
         return inputs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import wraps
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.amp.grad_scaler import OptState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
 
 # torch.export describes inputs and outputs by this module's pytrees; the public torch.utils.pytree has no paths.
 from torch.utils import _pytree as pytree
@@ -77,6 +79,20 @@ def before_numbers(check: Callable[[DTensor], None]) -> None:
 
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = number
+
+
+def before_total_norms(check: Callable[[Sequence[Tensor]], None]) -> None:
+    """Call `check` with the gradients of which torch.nn.utils.clip_grad_norm_ takes the norm, whoever imported it. It
+    looks up this function of its module, which has no public name."""
+    module: Any = clip_grad
+    total_norm: Callable[..., Tensor] = module._get_total_norm
+
+    @wraps(total_norm)
+    def checked(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        check(tensors)
+        return total_norm(tensors, *args, **kwargs)
+
+    module._get_total_norm = checked
 
 
 def wrap_like(local: Tensor, like: Tensor) -> Tensor:

@@ -1,20 +1,44 @@
-"""Clipping gradients by their global norm, over the ranks of a mesh and the places of a pipeline."""
+"""Clipping gradients by their global norm, over the ranks of a mesh and the places of a pipeline. In pipelines torch's
+own is refused: it takes the norm of the gradients that a place has, so that each place scaled by another one, in
+silence."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from autopar._torch import local_of, scale_all
+from autopar._torch import before_total_norms, local_of, scale_all
 from autopar.errors import RunError
 from autopar.runtime.collectives import all_reduce_in_place, start_all_gather_from_all
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import grad_at_rest
+
+_places: WeakSet[DeviceMesh] = WeakSet()
+
+
+def watch(mesh: Mesh) -> None:
+    """Raise RunError where torch's clip_grad_norm_ is given parameters of a place of a pipeline."""
+    if mesh.places > 1 and mesh.device_mesh is not None:
+        _places.add(mesh.device_mesh)
+
+
+def _check(grads: Sequence[Tensor]) -> None:
+    if any(isinstance(grad, DTensor) and grad.device_mesh in _places for grad in grads):
+        raise RunError(
+            "torch.nn.utils.clip_grad_norm_ takes the norm of the gradients that it is given, and in a pipeline a rank "
+            "has those of its own place alone: each place would scale by another norm. Use model.clip_grad_norm_(...), "
+            "whose norm is that of all places"
+        )
+
+
+before_total_norms(_check)
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from autopar.runtime import (
     all_at_once,
     batch,
     checkpoint,
+    clipping,
     host_state,
     loaders,
     norms,
@@ -96,6 +97,7 @@ class ShardedModule(ModuleState):
         partial_numbers.watch(self.MESH.device_mesh)
         host_state.install(self)
         all_at_once.install(self)
+        clipping.watch(self.MESH)
         self._steps_taken = steps_taken.watch(self)
         self._state_copies = StateCopies()
         checkpoint.install(self, self._held, aliases, self.MESH, self._state_copies, elsewhere)

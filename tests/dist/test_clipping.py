@@ -114,6 +114,28 @@ def test_a_norm_that_is_not_finite_is_an_error_on_every_rank(plan: str, kind: fl
         assert math.isnan(norm) and same
 
 
+def _by_torch(source: str, rank_case: RankCase) -> tuple[str, bool]:
+    """One rank: what is said of torch's function, and whether gradients were as they are when that was said."""
+    module = rank_case.build(source)
+    module.train_step(*module.shard_batch(**rank_case.batch))
+    own = [local_of(p.grad) for p in module.parameters() if p.grad is not None]
+    before = [grad.clone() for grad in own]
+    with pytest.raises(RunError) as said:
+        torch.nn.utils.clip_grad_norm_(module.parameters(), NORM)
+    torch.nn.utils.clip_grad_norm_([torch.nn.Parameter(torch.zeros(2))], NORM)  # of another model
+    return str(said.value), all(torch.equal(a, b) for a, b in zip(own, before, strict=True))
+
+
+@pytest.mark.parametrize("plan", STAGED)
+def test_torchs_function_is_refused_in_pipelines(plan: str) -> None:
+    """Each place scaled its gradients by the norm of its own parameters, in silence."""
+    who = subject("hf-gpt2")
+    made = STAGED[plan](who)
+    case = who.case(made)
+    for said, same in living(made.ranks).run(_by_torch, case.source(), case.rank_case):
+        assert "in a pipeline a rank has those of its own place alone" in said and same
+
+
 UNKNOWN = (0, -1.0, math.nan, "2", None)
 """What is no kind of norm."""
 

@@ -61,10 +61,7 @@ MADE: dict[str, Callable[[Iterable[nn.Parameter]], optim.Optimizer]] = {
     "LAMB of one's own": Lamb,
 }
 REFUSED: dict[str, tuple[Callable[[Iterable[nn.Parameter]], optim.Optimizer], str]] = {
-    "Adafactor": (
-        lambda p: optim.Adafactor(p, 1e-2),
-        "in-place operations that require placement changes are not supported",
-    ),
+    "Adafactor": (lambda p: optim.Adafactor(p, 1e-2), "a sum, norm or maximum of which each rank has a part"),
     "Rprop": (lambda p: optim.Rprop(p, 1e-3), "in-place operations that require placement changes are not supported"),
     "SGD fused": (lambda p: optim.SGD(p, 1e-2, fused=True), "does not have a sharding strategy registered"),
     "Adagrad fused": (lambda p: optim.Adagrad(p, 1e-2, fused=True), "does not have a sharding strategy registered"),

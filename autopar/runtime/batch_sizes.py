@@ -6,9 +6,9 @@ its loader), every rank computes another mean and other gradients than the model
 different parameters, they reduce gradients of different tensors: they deadlock or get wrong sums. In a pipeline, a
 place also needs to know whether any other place still trains parameters. If one rank weights its loss otherwise,
 evaluates, or draws other numbers (`SAME`), gradients of different losses are summed. If one steps its optimizers
-otherwise (steps_taken.py), parts of one model drift apart.
+otherwise, or loads weights alone (changes.py), what ranks have of one model does not fit together.
 
-So each rank sends its sizes and dtypes, checksums of which parameters train and of what optimizers did, and the state
+So each rank sends its sizes and dtypes, checksums of which parameters train and of what changed them, and the state
 of the step: one small all-gather, which is started with the forward and read after it, when every rank has started.
 """
 
@@ -26,11 +26,11 @@ from torch import Tensor
 
 from autopar.errors import RunError
 from autopar.runtime import batch, failures
+from autopar.runtime.changes import Changes
 from autopar.runtime.collectives import objects_of_all, start_all_gather_from_all
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import Held
 from autopar.runtime.rng import Rng
-from autopar.runtime.steps_taken import StepsTaken
 
 SAME: Mapping[str, str] = {
     "steps begun": "one of them caught an error that the other did not have, and left out the step in which that one "
@@ -73,7 +73,7 @@ class BatchSizes:
         self.trains = True
         self._held: Mapping[str, Held] = {}
         self._state: Mapping[str, float] = {}
-        self._steps = StepsTaken()
+        self._changes = Changes()
         self._coming: Callable[[], Tensor] | None = None
         self._begun = 0
         self._stream = None if mesh.device_type == "cpu" or mesh.ranks == 1 else torch.Stream(mesh.device)
@@ -96,18 +96,18 @@ class BatchSizes:
         self._dims = [value.dim() if isinstance(value, Tensor) else 0 for value in values]
 
     def tell(
-        self, values: Sequence[Any], held: Mapping[str, Held], state: Mapping[str, float], steps: StepsTaken
+        self, values: Sequence[Any], held: Mapping[str, Held], state: Mapping[str, float], changes: Changes
     ) -> bool:
-        """Start to send the sizes and dtypes of this rank's part, which of `held` train, the `step_state`, and what
-        optimizers did. Returns whether the sizes differ from those of the last step. Where dtypes do, it looks at once:
-        backends end a process that is to sum tensors of different dtypes."""
+        """Start to send the sizes and dtypes of this rank's part, which of `held` train, the `step_state`, and the
+        `changes` of weights. Returns whether the sizes differ from those of the last step. Where dtypes do, it looks at
+        once: backends end a process that is to sum tensors of different dtypes."""
         sizes = [
             size
             for value, dims in zip(values, self._dims or (), strict=True)
             for size in (value.shape if isinstance(value, Tensor) and value.dim() == dims else (-1,) * dims)
         ]
         state = {"steps begun": self._begun, **state}
-        self._held, self._state, self._steps = held, state, steps.told()
+        self._held, self._state, self._changes = held, state, changes.told()
         training = bytes(one.tensor.requires_grad for one in held.values())
         self.trains = any(training)
         dtypes = [DTYPES.index(str(value.dtype)) if isinstance(value, Tensor) else -1 for value in values]
@@ -118,7 +118,7 @@ class BatchSizes:
                     torch.tensor(
                         [
                             zlib.crc32(training) + 1 if self.trains else 0,
-                            self._steps.checksum,
+                            self._changes.checksum,
                             *map(_bits, state.values()),
                             *dtypes,
                             *sizes,
@@ -135,7 +135,7 @@ class BatchSizes:
 
     def look(self) -> None:
         """Read what the ranks sent. Raises RunError, on every rank, where their parts are not parts of one batch or of
-        other dtypes, the step has another state on some ranks, optimizers did other steps on ranks of one place, or,
+        other dtypes, the step has another state on some ranks, ranks of one place changed weights unlike, or,
         where gradients are recorded, these have frozen different parameters."""
         if self._coming is None:
             return
@@ -143,7 +143,7 @@ class BatchSizes:
             told, self._coming = self._coming().tolist(), None
         count = 2 + len(self._state)
         shapes = count + len(self._dtypes)
-        training, steps, states, dtypes, everyone = (
+        training, changes, states, dtypes, everyone = (
             [each[0] for each in told],
             [each[1] for each in told],
             [each[2:count] for each in told],
@@ -152,7 +152,7 @@ class BatchSizes:
         )
         self.trains = any(training)
         self._same(states)
-        self._stepped_alike(steps)
+        self._changed_alike(changes)
         if torch.is_grad_enabled():
             self._alike(training)
         batch.check_dtypes(self.inputs, [[DTYPES[n] if n >= 0 else "no tensor" for n in each] for each in dtypes])
@@ -187,20 +187,21 @@ class BatchSizes:
                     "from a generator of the same seed"
                 )
 
-    def _stepped_alike(self, steps: Sequence[int]) -> None:
-        """Raise RunError, on every rank, unless optimizers did the same on the ranks of each place; `steps` has each
-        rank's checksum of that."""
-        if all(number == steps[self._first(rank)] for rank, number in enumerate(steps)):
+    def _changed_alike(self, checksums: Sequence[int]) -> None:
+        """Raise RunError, on every rank, unless the ranks of each place changed weights alike; `checksums` has each
+        rank's of that."""
+        if all(number == checksums[self._first(rank)] for rank, number in enumerate(checksums)):
             return
-        everyone = objects_of_all(self._steps, self.mesh)
+        everyone = objects_of_all(self._changes, self.mesh)
         for rank, mine in enumerate(everyone):
             first = self._first(rank)
             if mine.checksum != everyone[first].checksum:
                 here, there = mine.unlike(everyone[first])
                 raise RunError(
-                    f"optimizers took other steps on rank {rank} than on rank {first}, {here} and {there}: what ranks "
-                    "have of one model drifts apart. Whether to step, and metrics that a schedule of the learning rate "
-                    "looks at, must be the same on all ranks (the loss of the model is), and so must what is resumed"
+                    f"rank {rank} and rank {first} changed their parts of the model unlike, so that these do not fit "
+                    f"together: {here} on rank {rank}, {there} on rank {first}. Load the same on all ranks, step on "
+                    "all or none, and give schedules of the learning rate what is the same on all (the loss of the "
+                    "model is)"
                 )
 
     def _first(self, rank: int) -> int:

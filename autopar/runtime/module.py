@@ -21,6 +21,7 @@ from autopar.layout import is_partial, parse, show
 from autopar.runtime import (
     all_at_once,
     batch,
+    changes,
     checkpoint,
     clipping,
     host_state,
@@ -29,7 +30,6 @@ from autopar.runtime import (
     partial_numbers,
     regather,
     rng,
-    steps_taken,
 )
 from autopar.runtime.assigned_data import AssignedData
 from autopar.runtime.batch_sizes import BatchSizes, step_state
@@ -98,10 +98,13 @@ class ShardedModule(ModuleState):
         host_state.install(self)
         all_at_once.install(self)
         clipping.watch(self.MESH)
-        self._steps_taken = steps_taken.watch(self)
+        self._changes = changes.watch(self)
         self._state_copies = StateCopies()
         checkpoint.install(self, self._held, aliases, self.MESH, self._state_copies, elsewhere)
         self.register_state_dict_pre_hook(lambda module, prefix, keep_vars: module._check_written())
+        self.register_load_state_dict_pre_hook(
+            lambda module, state, *rest: module._changes.loaded("load_state_dict()", {})
+        )
 
     def _scopes(self) -> Sequence[Scope]:
         """The scopes that run on this rank: the model itself, or its stages here."""
@@ -186,7 +189,7 @@ class ShardedModule(ModuleState):
             self._told.first(inputs)
             check_replicas(self._held.values(), self.rng.seed, self.MESH, self._copies())
         state = step_state(self.rng if self._has_loss() else None, training=self.training, loss_weight=loss_weight)
-        others = self._in_step() and self._told.tell(inputs, self._held, state, self._steps_taken)
+        others = self._in_step() and self._told.tell(inputs, self._held, state, self._changes)
         if others and self.data_parallel_size < self.MESH.ranks:
             self._told.look()  # checked now: ranks that share samples exchange tensors of these sizes in the forward
         return inputs

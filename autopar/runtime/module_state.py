@@ -13,6 +13,7 @@ from autopar._torch import local_of
 from autopar.errors import RunError
 from autopar.runtime import checkpoint, optimizer_state
 from autopar.runtime.assigned_data import AssignedData
+from autopar.runtime.changes import Changes
 from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import Held, grad_at_rest
@@ -31,6 +32,7 @@ class ModuleState(Scope):
     _constant: dict[str, None]
     _assigned_data: AssignedData
     _state_copies: StateCopies
+    _changes: Changes
     rng: Rng
 
     def constant_names(self) -> list[str]:
@@ -51,6 +53,7 @@ class ModuleState(Scope):
             elsewhere=self._elsewhere(),
         )
         self._state_copies.loaded(state)
+        self._changes.loaded("load_full()", state)
         return self
 
     def _check_written(self) -> None:
@@ -115,6 +118,7 @@ class ModuleState(Scope):
         """The inverse of `optimizer_state_dict`. Raises RunError where parameters that train have no state in it;
         `strict=False` lets these begin anew."""
         optimizer_state.load_optimizer_state_dict(self, optimizer, state, self._held, self.MESH, strict=strict)
+        self._changes.loaded("load_optimizer_state_dict()", {})
 
     @torch.no_grad()
     def full_grads(self) -> dict[str, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Optimizers that step otherwise on one rank are refused."""
+"""Optimizers that step otherwise on one rank, and what one rank loads alone, are refused."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import nn, optim
 
 from tests.dist.test_refused import compiled, said
 from tests.helpers.ranks import on_ranks
+
+UNLIKE = "rank 1 and rank 0 changed their parts of the model unlike"
 
 
 def _left_out(params: list[nn.Parameter]) -> None:
@@ -54,9 +56,9 @@ def _said(recipe: str, step: Callable[[list[nn.Parameter]], None]) -> tuple[str,
 @pytest.mark.parametrize(
     ("recipe", "step", "why"),
     [
-        ("ddp", _left_out, "2 in all and 1 in all"),
-        ("tp", _left_out, "2 in all and 1 in all"),
-        ("zero3", _plateau, "one with lr of group 1 0.05 and one with 0.1"),
+        ("ddp", _left_out, "2 times step() of an optimizer on rank 1, 1 times on rank 0"),
+        ("tp", _left_out, "2 times step() of an optimizer on rank 1, 1 times on rank 0"),
+        ("zero3", _plateau, "step() of an optimizer with lr of group 1 0.05 on rank 1, 0.1 on rank 0"),
         ("zero3", _alike, ""),
         ("1f1b", _own, ""),
     ],
@@ -65,4 +67,33 @@ def test_steps_of_optimizers(recipe: str, step: Callable[[list[nn.Parameter]], N
     """Replicas drifted apart, and parts of one weight were stepped unlike, in silence."""
     for first, then in on_ranks(2, _said, recipe, step):
         assert not first
-        assert (f"optimizers took other steps on rank 1 than on rank 0, {why}: " in then) if why else not then
+        assert (UNLIKE in then and why in then) if why else not then
+
+
+OTHERS = "load_full() with values"
+
+
+def _loaded(what: str) -> str:
+    """What is said where rank 0 does not load `what`, or each rank loads other values."""
+    made, batch = compiled("zero3")
+    optimizer, rank = optim.AdamW(made.parameters()), dist.get_rank()
+    whole, state, moments = made.full_state_dict(), made.state_dict(), made.optimizer_state_dict(optimizer)
+    loads: dict[str, Callable[[], object]] = {
+        "load_full()": lambda: made.load_full({n: t + (rank if what == OTHERS else 0) for n, t in whole.items()}),
+        "others": lambda: made.load_full(
+            {n: t.to_sparse() for n, t in whole.items()} | {"more": torch.empty(2, device="meta")}, strict=False
+        ),
+        "load_state_dict()": lambda: made.load_state_dict(state),
+        "load_optimizer_state_dict()": lambda: made.load_optimizer_state_dict(optimizer, moments),
+    }
+    for name, load in loads.items():
+        if rank or name != what:
+            load()
+    return said(partial(made.train_step, *batch))
+
+
+@pytest.mark.parametrize("what", [OTHERS, "load_full()", "load_state_dict()", "load_optimizer_state_dict()", ""])
+def test_what_one_rank_loads_alone(what: str) -> None:
+    """Of weights that are all cut no copies are compared: a rank trained its part of another model, in silence."""
+    for text in on_ranks(2, _loaded, what):
+        assert (UNLIKE in text and what in text) if what else not text

@@ -9,15 +9,16 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from autopar.runtime.params import Built
 from autopar.runtime.rank0_weights import fingerprint
 
 STEP = "step() of an optimizer"
@@ -68,20 +69,30 @@ def _has_numbers(value: Any) -> bool:
     return type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta
 
 
+class Met(Protocol):
+    """A built model, and the mesh on which its parameters are."""
+
+    @property
+    def _met(self) -> DeviceMesh | None: ...
+
+
 _modules: WeakSet[Any] = WeakSet()
 
 
-def watch(module: Built) -> Changes:
+def watch(module: Met) -> Changes:
     """The changes to come of `module`, among them the steps that optimizers take on its parameters."""
     _modules.add(module)
     return Changes()
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for module in _modules:
-        if any(id(held.tensor) in stepped for held in module._held.values()):
-            module._changes.add(STEP, dict(_numbers(optimizer)))
+    # those of another module on the same ranks count too: they are as alike, and there may be an optimizer for each of
+    # some hundred parameters, too many to look for all of them in each module
+    meshes = {p.device_mesh for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)}
+    if stepped := [module for module in _modules if module._met in meshes]:
+        options = dict(_numbers(optimizer))
+        for module in stepped:
+            module._changes.add(STEP, options)
 
 
 def _numbers(optimizer: Optimizer) -> Iterator[tuple[str, str]]:

@@ -20,7 +20,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.codegen.edges import in_pair, out_pair
+from autopar.cost.memory import itemsize, rests_in
 from autopar.layout import fraction, is_placed, is_shard, show
+from autopar.memory.at_rest import instances
+from autopar.memory.shares import Shares
+from autopar.pipeline.stage_views import views, whole
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.original_names import namings
@@ -30,8 +34,9 @@ from autopar.rules.tiles import tiles
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter (of each instance of a block): `originals` are its names in the model, one per instance; `uses` has
-    one entry per mesh axis; `local_bytes` is what one device holds of all its instances."""
+    """One parameter (of each instance of a block): `originals` are its names in the model, one per instance; `dtype`
+    and `layout` are those at rest; `uses` has one entry per mesh axis; `local_bytes` is what rests on a device of the
+    place that has the most of its instances."""
 
     scope: str
     name: str
@@ -46,7 +51,7 @@ class Weight:
 
 def weights(program: Program, plan: Plan) -> list[Weight]:
     """All parameters, in the order of the graph."""
-    readers = program.readers
+    readers, counts = program.readers, _instances(program, plan)
     found = []
     for op in program.ops.values():
         if op.role == "param":
@@ -54,21 +59,31 @@ def weights(program: Program, plan: Plan) -> list[Weight]:
             uses = tuple(
                 " + ".join(_words(op, readers, program, plan, axis)) or "unused" for axis in range(len(plan.mesh))
             )
-            whole = math.prod(op.call.outs[0].sizes) * op.out_dtypes[0].itemsize * op.count
+            dtype = str(op.out_dtypes[0]).removeprefix("torch.")
+            if plan.mode == "train" and op.call.outs[0].grad:
+                dtype = rests_in(dtype, plan.precision)
+            full = math.prod(op.call.outs[0].sizes) * itemsize(dtype) * counts[op.name]
             found.append(
                 Weight(
                     op.scope,
                     op.fqn,
                     tuple(op.call.outs[0].sizes),
-                    str(op.out_dtypes[0]).removeprefix("torch."),
+                    dtype,
                     op.count,
                     show(layout),
                     uses,
-                    whole * fraction(layout, plan.mesh),
+                    full * fraction(layout, plan.mesh),
                     tuple(map(str, op.node.meta.get("fqns") or (op.fqn,))),
                 )
             )
     return found
+
+
+def _instances(program: Program, plan: Plan) -> dict[str, int]:
+    """How many tensors of each parameter a device holds, on the place that has the most of them."""
+    shares, stages = Shares(program, plan), views(program, plan) if len(plan.stages) > 1 else (whole(program),)
+    places = [instances(shares, [stages[number] for number in plan.stages_on(place)]) for place in range(plan.places)]
+    return {name: max(counts[name] for counts in places) for name in places[0]}
 
 
 def titles(program: Program) -> dict[str, str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
+import autopar
 from autopar.problem.read_graph import read
 from autopar.report.weights import titles, weights
-from tests.helpers.planned import planned
+from tests.helpers.planned import Stack, planned
 from tests.helpers.verify import by_recipe, subject
 
 BLOCK = ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias")
@@ -74,6 +76,23 @@ def test_bytes_per_device(recipe: str, ways: int) -> None:
     for weight in weights(made.program, made.plan):
         assert weight.count == (4 if weight.scope else 1)
         assert weight.local_bytes == math.prod(weight.shape) * 4 * weight.count / ways
+
+
+@pytest.mark.parametrize("recipe", ["zero1", "zero3", "1f1b", "pp_zero1", "interleaved"])
+def test_bytes_per_device_are_those_at_rest_on_the_fullest_place(recipe: str) -> None:
+    """As memory counts the float32 masters, of which weights in bfloat16 are copies; of a pipeline, those of a place's
+    own blocks."""
+    example = (torch.zeros(64, 64), torch.zeros(64, 8))
+    compiled = autopar.compile(Stack(64), "h100:1x4", example, precision="bf16", recipe=recipe)
+    program = read(compiled.captured.gm, compiled.plan.hints, training=True)
+    places = [
+        {entry.node: entry.nbytes for entry in place.entries if entry.kind == "master"}
+        for place in compiled.memory().places
+    ]
+    for weight in weights(program, compiled.plan):
+        named = f"{weight.scope}: {weight.name}" if weight.scope else weight.name
+        assert weight.dtype == "float32"
+        assert weight.local_bytes == max(place.get(named, 0.0) for place in places) > 0
 
 
 def test_titles_name_the_instances() -> None:

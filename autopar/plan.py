@@ -59,8 +59,9 @@ class Predicted:
 
     step_s          seconds of a step
     memory_bytes    bytes of the fullest device
-    compute_s, communication_s, hidden_s    seconds of compute; of collectives that it waits for; of those that it
-                    overlaps
+    compute_s, exposed_s, hidden_s    seconds of compute; of collectives that it waits for; of those that it overlaps.
+                    Of a pipeline the microbatches of the busiest place, with communication in them; all else of the
+                    step (waiting for other places, sums of gradients, the optimizer); 0
     bound_s         a lower bound on the step of any plan, 0 if there is none: the least work there is, or with `prove`
                     the proven bound of all plans. For inference, and searches of one stage by name, it is the bound of
                     the Problem, whose linear prices are within a few per cent of those of steps

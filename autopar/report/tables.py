@@ -108,9 +108,7 @@ def _facts(plan: Plan) -> dict[str, str]:
         "planned for": ", ".join(f"{k} = {v}" for k, v in plan.hints.items()) or "fixed sizes",
         "precision": f"{plan.precision}, {plan.optimizer}" if plan.mode == "train" else plan.precision,
         "step": seconds(predicted.step_s),
-        "  compute": seconds(predicted.compute_s),
-        "  communication": f"{seconds(predicted.exposed_s)} exposed, "
-        f"{seconds(predicted.hidden_s)} hidden under compute",
+        **_shares(plan),
         "memory": f"{gibibytes(predicted.memory_bytes)} of {there} per device",
         **({"run again": plan.run_again} if plan.run_again else {}),
         **(
@@ -125,6 +123,21 @@ def _facts(plan: Plan) -> dict[str, str]:
         ),
         "gap": gap,
         "splits": _splits(plan),
+    }
+
+
+def _shares(plan: Plan) -> dict[str, str]:
+    """What the seconds of the step go to. Prices of a pipeline do not part communication from compute."""
+    predicted = plan.predicted
+    if plan.pipelined:
+        return {
+            "  microbatches": f"{seconds(predicted.compute_s)} on the busiest place, with communication in them",
+            "  beside them": f"{seconds(predicted.exposed_s)} waiting for other places, sums of gradients, optimizer",
+        }
+    return {
+        "  compute": seconds(predicted.compute_s),
+        "  communication": f"{seconds(predicted.exposed_s)} exposed, "
+        f"{seconds(predicted.hidden_s)} hidden under compute",
     }
 
 

@@ -49,6 +49,14 @@ def test_the_whole_plan() -> None:
     assert max(map(len, shown.splitlines())) <= 140
 
 
+def test_seconds_of_a_pipeline_that_wait_for_places_are_no_communication() -> None:
+    """Half of a step was `173 ms exposed` where 60 ms were communication, and the rest the bubble and the optimizer."""
+    request = Request(Cluster.parse("cpu:1x4"), recipe="gpipe", mesh=(2,))
+    shown = text(overview(joint.plan(graph(), {"b": 16}, request, model="stack", graph_hash="0" * 64)))
+    assert "waiting for other places" in shown and "with communication in them" in shown
+    assert "exposed" not in shown and "exposed" in text(overview(planned().plan))
+
+
 def test_no_two_of_what_was_priced_look_alike() -> None:
     """A mesh of 2x2 may be two places of two ranks, or one place whose step has microbatches."""
     made = joint.plan(

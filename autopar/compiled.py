@@ -89,7 +89,7 @@ class Compiled:
         check_uncompiled()
         kind, constants = self.plan.device_kind, self.bundle.constants
         device = torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
-        check_program(self.source, f"{self.plan.strategy} on mesh {self.plan.mesh} of {self.plan.model}", device)
+        check_program(self.source, f"{self.plan.strategy} on mesh {self.plan.grid} of {self.plan.model}", device)
         held, seed = from_first(
             {**constants, **{n: t for n, t in (self._weights or {}).items() if isinstance(t, torch.Tensor)}},
             self._seed,
@@ -325,6 +325,6 @@ class Compiled:
     def __repr__(self) -> str:
         predicted = self.plan.predicted
         return (
-            f"Compiled({self.plan.model}, {self.plan.strategy} on mesh {self.plan.mesh}, "
+            f"Compiled({self.plan.model}, {self.plan.strategy} on mesh {self.plan.grid}, "
             f"{seconds(predicted.step_s)} per step predicted)"
         )

@@ -65,7 +65,7 @@ def verify(
         *([not_compared(uneven, case.plan)] if uneven else []),
         *([NOT_FINITE] if case.later and "second output" not in wanted else []),
     )
-    report = Report((*first, *later), case.plan.mesh, collectives=sum(map(len, seen.values())), notes=notes)
+    report = Report((*first, *later), case.plan.grid, collectives=sum(map(len, seen.values())), notes=notes)
     if wrong := [row for row in first if not row.ok]:
         return replace(report, first=_first(case, tolerance, ranks, wrong, wanted))
     return report if report.ok else replace(report, first=second_wrong(key for key, row in rows.items() if not row.ok))

@@ -31,9 +31,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All comparisons. `first` names the first wrong node, or says what else is wrong where all nodes of the first step
-    are right; empty where nothing is. `collectives` is the number that one rank of each place ran in the step, summed
-    over places. `notes` say what is not compared (dropout)."""
+    """All comparisons. `mesh` has the places of a pipeline in front. `first` names the first wrong node, or says what
+    else is wrong where all nodes of the first step are right; empty where nothing is. `collectives` is the number that
+    one rank of each place ran in the step, summed over places. `notes` say what is not compared (dropout)."""
 
     rows: tuple[Row, ...]
     mesh: tuple[int, ...]

@@ -174,6 +174,13 @@ def test_verify_finds_a_wrong_rule_and_what_is_wrong():
     )
 
 
+def test_the_mesh_of_a_pipeline_has_its_places():
+    """Two ranks in two stages were `on mesh (1,)`."""
+    compiled, report = planned(rules={OP: "b d -> b d"}, recipe="gpipe")
+    assert compiled.plan.mesh == (1,) and "gpipe on mesh (2, 1)" in repr(compiled)
+    assert report.ok and "on mesh (2, 1)" in str(report), report
+
+
 class Held(nn.Module):
     """A model whose argument holds its inputs."""
 

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.plan import FILE, Plan
 from autopar.runtime import ShardedModule, constants
-from autopar.text import first_line, seconds
+from autopar.text import first_line, seconds, times
 
 PLAN, SOURCE, README = FILE, "sharded.py", "README.md"
 FILES = (constants.NAME, SOURCE, README, PLAN)
@@ -100,8 +101,8 @@ class Bundle:
         (folder / README).write_text(
             _README.format(
                 model=plan.model,
-                cluster=plan.cluster.get("name"),
-                mesh="x".join(map(str, plan.mesh)),
+                cluster=Cluster.from_dict(dict(plan.cluster)).label,
+                mesh=times(plan.grid),
                 strategy=plan.strategy,
                 step=seconds(plan.predicted.step_s),
                 ranks=plan.ranks,

@@ -98,7 +98,8 @@ def _header(context: Context) -> str:
     places = f", places={plan.places}" if plan.places > 1 else ""
     behind = f", behind={axes}" if (axes := context.edges.behind(plan)) else ""
     mesh = ", ".join(f"{name}={size}" for name, size in zip(plan.axes, plan.mesh, strict=True))
-    title = f"{inside(plan.model)} on {inside(cluster)} | mesh {mesh or 'of one device'} | {inside(plan.strategy)}"
+    mesh = mesh or "of one device" if plan.places == 1 else f"{plan.places} places x ({mesh})"
+    title = f"{inside(plan.model)} on {inside(cluster)} | mesh {mesh} | {inside(plan.strategy)}"
     sizes = ", ".join(f"{k}={v}" for k, v in plan.hints.items()) or "fixed sizes"
     made_of = f"graph {plan.graph_hash[:12]} | plan {plan.digest} | autopar {autopar.__version__}"
     mesh_text = f'Mesh({tuple(plan.mesh)}, {tuple(plan.axes)}, "{plan.device_kind}"{places}{behind})'

@@ -174,11 +174,13 @@ def test_verify_finds_a_wrong_rule_and_what_is_wrong():
     )
 
 
-def test_the_mesh_of_a_pipeline_has_its_places():
+def test_the_mesh_of_a_pipeline_has_its_places(tmp_path):
     """Two ranks in two stages were `on mesh (1,)`."""
     compiled, report = planned(rules={OP: "b d -> b d"}, recipe="gpipe")
     assert compiled.plan.mesh == (1,) and "gpipe on mesh (2, 1)" in repr(compiled)
     assert report.ok and "on mesh (2, 1)" in str(report), report
+    assert "on cpu | mesh 2 places x (" in compiled.source
+    assert "for cpu:1x2, mesh 2x1, gpipe" in (compiled.save(tmp_path / "saved") / "README.md").read_text()
 
 
 class Held(nn.Module):

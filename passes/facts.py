@@ -272,8 +272,10 @@ def written_bytes(node: fx.Node) -> Size:
 
 
 def where(node: fx.Node) -> str:
-    """Module path and source line of a node for messages: `transformer.h.0.attn (modeling_gpt2.py:41)`."""
-    module = node.meta.get("module") or "the top module"
+    """Module path and source line of a node for messages: `transformer.h.0.attn (modeling_gpt2.py:41)`. A weight's is
+    the module that it is in; of a block's, as for operators, that of the first instance."""
+    name = next(iter(node.meta.get("fqns", ())), node.meta.get("fqn", ""))
+    module = node.meta.get("module") or str(name).rpartition(".")[0] or "the top module"
     source = node.meta.get("source")
     return f"{module} ({source})" if source else module
 

@@ -40,6 +40,8 @@ def test_provenance():
     linear = next(edit.calls(gm, torch.ops.aten.linear.default))
     assert linear.meta["module"] == "inner.0" and linear.meta["source"].startswith("test_run.py:")
     assert facts.where(linear) == f"inner.0 ({linear.meta['source']})"
+    weight = linear.args[1]
+    assert weight.op == "placeholder" and facts.where(weight) == "inner.0"
 
 
 def test_errors_are_noted_with_pass_and_node():

@@ -85,7 +85,8 @@ class Predicted:
 @dataclass(frozen=True, slots=True)
 class Alternative:
     """A recipe that was priced along the way, on a mesh with the places of a pipeline in front. `step_s` is None where
-    it does not fit, `why` says why. `how` is `Plan.how` of what name and mesh do not tell from others."""
+    it has no price (it does not fit, or time was up), `why` says why. `how` is `Plan.how` of what name and mesh do not
+    tell from others."""
 
     name: str
     mesh: tuple[int, ...]

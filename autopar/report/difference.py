@@ -153,7 +153,7 @@ def _alternatives(others: tuple[Alternative, ...]) -> dict[str, Value]:
     found: dict[str, Value] = {}
     for other in sorted(others, key=lambda other: (other.step_s is None, other.step_s or 0.0)):
         found.setdefault(
-            f"{other.name} {times(other.mesh)} step_s", "does not fit" if other.step_s is None else other.step_s
+            f"{other.name} {times(other.mesh)} step_s", "no price" if other.step_s is None else other.step_s
         )
     return found
 

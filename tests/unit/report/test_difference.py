@@ -79,6 +79,12 @@ def test_what_is_told_in_no_row_of_its_own_is_told_as_it_is(change: dict[str, An
     assert diff(plan, replace(plan, alternatives=(replace(plan.alternatives[0], **change),))).facts
 
 
+def test_what_was_not_priced_in_time_is_not_said_to_need_too_much_memory() -> None:
+    plan, unpriced = planned("ddp").plan, Alternative("mine", (4,), None, None, "time was up")
+    (fact,) = diff(plan, replace(plan, alternatives=(*plan.alternatives, unpriced))).facts
+    assert (fact.name, fact.old, fact.new) == ("mine 4 step_s", None, "no price")
+
+
 @pytest.mark.parametrize("recipe", ["zero3", "tp", None])
 def test_nodes_that_differ_are_those_of_which_the_plans_say_other_things(recipe: str | None) -> None:
     old, new = planned("ddp").plan, planned(recipe).plan

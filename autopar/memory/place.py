@@ -106,6 +106,7 @@ class Holding:
         order, flying = sorted(self.profiles), self._in_flight()
         return Place(
             self.number,
+            tuple(order),
             self._when(peak),
             self._entries(peak, still, gradients),
             by_kind(rest),

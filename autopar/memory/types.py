@@ -46,11 +46,12 @@ class Place:
     """One place of a pipeline (the only one of a plan without): bytes on its fullest rank.
 
     `when` is the moment of the peak, and `entries` what is alive then, largest first. `rest` are the bytes by kind at
-    the end of a training step. `kept_bytes` is what one microbatch keeps for its backward, by stage, and `in_flight` of
-    how many microbatches a stage keeps that when the place keeps most. `phases` are the peaks of the parts of a step:
-    forward, backward, update. `host_bytes` is what one rank has in host memory."""
+    the end of a training step. `kept_bytes` is what one microbatch keeps for its backward in each of `stages`, and
+    `in_flight` of how many microbatches a stage keeps that when the place keeps most. `phases` are the peaks of the
+    parts of a step: forward, backward, update. `host_bytes` is what one rank has in host memory."""
 
     number: int
+    stages: tuple[int, ...]
     when: str
     entries: tuple[Entry, ...]
     rest: Mapping[str, float]

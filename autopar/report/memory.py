@@ -32,12 +32,12 @@ def summary(place: Place, title: str) -> Table:
     table = grid(title, "", "bytes", "", show_header=False)
     for kind, nbytes in place.rest.items():
         table.add_row(kind, gibibytes(nbytes), "at rest")
-    for stage, (kept, flying) in enumerate(zip(place.kept_bytes, place.in_flight, strict=True)):
+    for stage, kept, flying in zip(place.stages, place.kept_bytes, place.in_flight, strict=True):
         table.add_row(
             "activations",
             gibibytes(kept * flying),
             f"{flying} x {gibibytes(kept)} kept for the backward"
-            + (f" in its stage {stage + 1}" if len(place.kept_bytes) > 1 else ""),
+            + (f" in stage {stage}" if len(place.kept_bytes) > 1 else ""),
         )
     for phase, nbytes in place.phases.items():
         table.add_row(phase, gibibytes(nbytes), "its peak")

@@ -10,11 +10,12 @@ from rich.console import Console
 
 from autopar import joint
 from autopar.cluster import Cluster
+from autopar.memory import memory_of
 from autopar.plan import Alternative
 from autopar.recipes import RECIPES
 from autopar.recipes.pipelines import PIPELINES
 from autopar.report.checks import checked
-from autopar.report.memory import fit_table
+from autopar.report.memory import breakdown, fit_table
 from autopar.report.tables import kinds, overview, report
 from autopar.request import Request
 from autopar.verify import Report, Row
@@ -111,6 +112,17 @@ def test_a_check_that_is_right_and_one_that_is_wrong() -> None:
     wrong = text(checked(Report((right, Row("up.weight", "gradient", 0.25, 1e-9)), (4,), "layers/linear (gradient)")))
     assert "WRONG" in wrong and "0.25" in wrong and "first node that differs: layers/linear (gradient)" in wrong
     assert "1 of 2 values are wrong" in wrong
+
+
+def test_memory_names_stages_as_the_plan_does() -> None:
+    """The second stage of the first of two places, stage 2 or 3, was `its stage 2`, and the peak in stage 0."""
+    request = Request(Cluster.parse("cpu:1x2"), recipe="interleaved")
+    made = joint.plan(graph(), {"b": 16}, request, model="stack", graph_hash="0" * 64)
+    shown = text(breakdown(memory_of(graph(), made), 1))
+    first, second = shown.split("place 1: ")
+    for place, where in enumerate((first, second)):
+        for number, stage in enumerate(made.stages):
+            assert (f"kept for the backward in stage {number}" in where) == (stage.place == place)
 
 
 def test_names_of_strategies_are_not_broken() -> None:

@@ -55,8 +55,8 @@ def compile(
     mode: str = "train",
     precision: str | torch.dtype | None = None,
     optimizer: str = "adamw",
-    batch: int = 8,
-    seq: int = 128,
+    batch: int | None = None,
+    seq: int | None = None,
     dynamic_shapes: Any = None,
     rules: Mapping[Any, Any] | None = None,
     time_limit_s: float = TIME_LIMIT_S,
@@ -75,7 +75,7 @@ def compile(
                         or "here"
         example_inputs  a tuple of positional inputs, a dict of named ones, or (tuple, dict); only shapes and dtypes
                         count, and their sizes are planned for. Without them, inputs are made from a Hugging Face
-                        model's config for `batch` and `seq`
+                        model's config for `batch` (8) and `seq` (128)
         dynamic_shapes  as torch.export has it: (args, kwargs), or a dict by the names of inputs, with {dim: Dim or
                         name} or None at each, "b" for samples: the dims whose size may change from step to step.
                         Without it, batch and sequence are found by the shapes of the inputs
@@ -132,8 +132,8 @@ def compile(
             "mesh": mesh,
             "mode": mode,
             "precision": precision,
-            "batch": batch,
-            "seq": seq,
+            "batch": 8 if batch is None else batch,
+            "seq": 128 if seq is None else seq,
             "rules": rules,
             "time_limit_s": time_limit_s,
             "seed": seed,
@@ -145,6 +145,8 @@ def compile(
             "prove": prove,
         }
     )
+    if example_inputs is not None:
+        arguments.unsized(batch=batch, seq=seq)
     args, kwargs = _inputs(model, example_inputs, batch=given["batch"], seq=given["seq"], labels=mode == "train")
     arguments.some(args, kwargs)
     captured, stated = capture_in(

@@ -54,6 +54,14 @@ def some(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
         )
 
 
+def unsized(**given: int | None) -> None:
+    """Raise PlanError where sizes are given beside inputs, which have theirs: others would be planned than were asked
+    for."""
+    for name, size in given.items():
+        if size is not None:
+            fail(name, size, "no size beside example_inputs: theirs are planned for, so make them of this size")
+
+
 def fail(name: str, got: object, wanted: str, kind: type[AutoparError] = PlanError) -> NoReturn:
     """Raise an error of `kind` that says which argument it is, what was given and what is wanted."""
     text = f"the class {got.__name__}" if isinstance(got, type) else shown(got)

@@ -139,8 +139,6 @@ def _compiled(asked: Asked, tell: Callable[[str], None]) -> Compiled:
         mode=asked.mode,
         precision=asked.stated,
         optimizer=asked.optimizer,
-        batch=loaded.batch,
-        seq=loaded.seq,
         time_limit_s=asked.time_limit_s,
         seed=asked.seed,
         progress=tell,

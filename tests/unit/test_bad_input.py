@@ -53,6 +53,11 @@ WRONG = {
     "cluster": ({"cluster": "cpu:1xtwo"}, ClusterError, r"cpu:1xtwo"),
     "device": ({"cluster": "gpu9000:1x2"}, ClusterError, r"gpu9000"),
     "near recipe": ({"recipe": "DPP"}, PlanError, r"unknown recipe 'DPP'; known are .* \(near: .*ddp"),
+    "size beside inputs": (
+        {"batch": 64},
+        PlanError,
+        r"batch is 64 \(int\); wanted no size beside example_inputs: theirs are planned for",
+    ),
     "recipe as a list": (
         {"recipe": ["tp"]},
         PlanError,

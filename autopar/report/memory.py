@@ -103,5 +103,6 @@ def fit_table(title: str, symbols: Sequence[str]) -> Table:
         "fits",
         *(f"largest {s}" for s in symbols),
     )
-    table.columns[0].no_wrap = True  # names are looked for by people and by grep
+    for column in table.columns[: len(table.columns) - len(symbols)]:
+        column.no_wrap = True  # names are looked for by people and by grep, and "8192 (all positions)" has spaces
     return table

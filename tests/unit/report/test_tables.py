@@ -126,10 +126,10 @@ def test_memory_names_stages_as_the_plan_does() -> None:
 
 
 def test_names_of_strategies_are_not_broken() -> None:
-    """As wide as what goes to files and pipes: optimizer_offload was on two lines."""
+    """As wide as what goes to files and pipes: optimizer_offload was on two lines, and `activatio ns` above them."""
     table = fit_table("will it fit", ["batch", "sequence"])
     table.add_row("optimizer_offload", "2x2x2", *["22.5 GiB"] * 8, "yes", "120", "8192 (all positions)")
-    assert "\noptimizer_offload  2x2x2" in text(table)
+    assert "\noptimizer_offload  2x2x2" in text(table) and "activations" in text(table)
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])

@@ -16,6 +16,7 @@ import torch
 from autopar.memory import matrices
 from autopar.memory.local import Bytes, Local, nothing, rows, taken
 from autopar.problem.graph import Op
+from autopar.problem.traffic import SOFTMAXES, casts_first
 from autopar.rules import pointwise
 from autopar.rules.arguments import given, named
 from passes import ops
@@ -84,6 +85,11 @@ def _complex(local: Local, times: float = 1.0) -> float:
 def _conjugated(local: Local) -> float:
     """The conjugate of a complex factor."""
     return local.out if local.op.out_dtypes and local.op.out_dtypes[0].is_complex else 0.0
+
+
+def _widened(local: Local) -> float:
+    """The operand of a softmax, or its gradient, in the dtype of the result."""
+    return local.out if casts_first(local.op, "cpu" if local.on_cpu else "") else 0.0
 
 
 def _bounded(local: Local) -> float:
@@ -245,6 +251,7 @@ FORWARD: dict[Any, Bytes] = {
     aten.fft_hfft.default: _along("a", "3.5a"),
     aten.fft_rfft.default: _along("", "a"),
     **matrices.FORWARD,
+    **dict.fromkeys(SOFTMAXES, _widened),
     aten.index.Tensor: _masked,
     aten.index_reduce.default: _counts,
     aten.roll.default: _turns,
@@ -334,6 +341,7 @@ BACKWARD: dict[Any, Bytes] = {
     **dict.fromkeys(named("fft_irfft.default fft_hfft.default"), _along("", "1.2o")),
     aten.fft_rfft.default: _along("3a", "5a"),
     **matrices.BACKWARD,
+    **dict.fromkeys(SOFTMAXES, _widened),
     aten.index.Tensor: _masked,
     aten.index_add.default: lambda local: local.ins[2] * (local.grad(2) and local.given("alpha") != 1),
     aten.index_put.default: _put_back,

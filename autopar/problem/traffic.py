@@ -4,8 +4,10 @@ of pointwise operators fused.
 Forward: each operand is read once and each result written once (passes annotate `Op.bytes`).
 Backward: the gradients of results and the saved tensors are read, the gradients of operands are written. An addition
 hands its gradient on without a copy. Where several operators read a value, their gradients are added up: two reads and
-a write for each reader after the first. The gradients of the pieces of a split are concatenated, unless fused kernels
-write them in place. The bias of a matmul is added in the kernel of the matmul, its gradient is a sum by another kernel.
+a write for each reader after the first. The gradients of the pieces of a split are concatenated, that of a slice is put
+into zeros, unless fused kernels write them in place. The bias of a matmul is added in the kernel of the matmul, its
+gradient is a sum by another kernel. Some derivatives are several kernels, with tensors between them
+(`_between_bytes`), unless fused.
 
 Fused: a pointwise operator whose only reader is another one, a norm, a softmax or a concatenation runs in the kernel of
 that reader, and the tensor between them stays in registers. The backward recomputes it from the inputs of the kernel
@@ -16,8 +18,8 @@ end a kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,6 +48,31 @@ PLAIN_NORM = (7, 20)
 """How often an RMSNorm that runs as plain operators reads or writes all elements, forward and backward."""
 PIECES = frozenset((aten.split_with_sizes.default, aten.unbind.int))
 """Views whose gradient is no view: the gradients of their results are concatenated in new memory."""
+PARTS = frozenset((aten.slice.Tensor, aten.select.int, aten.diagonal.default, aten.unfold.default))
+"""Views whose gradient is zeros of the operand's size, into which that of the result is copied."""
+LOOKUPS = frozenset((aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default))
+"""Operators whose gradient is zeros of the operand's size, to parts of which that of the result is added."""
+MORE_PASSES = {
+    aten.abs.default: 2,
+    aten.cos.default: 4,
+    aten.cumsum.default: 4,
+    aten.erf.default: 8,
+    aten.linalg_vector_norm.default: 4,
+    aten.log1p.default: 2,
+    aten.logsumexp.default: 4,
+    aten.pow.Tensor_Scalar: 4,
+    aten.reciprocal.default: 4,
+    aten.rsub.Scalar: 2,
+    aten.rsqrt.default: 4,
+    aten.sin.default: 2,
+    aten.sqrt.default: 2,
+    aten.square.default: 4,
+    aten.var.correction: 3,
+}
+"""Operators of one tensor whose derivative is several kernels (derivatives.yaml): how often these read or write all
+elements beyond one kernel that reads the gradient and what is kept, and writes a gradient."""
+PUT_TOGETHER = PIECES | PARTS | {aten.expand.default}
+"""Views whose gradient is a tensor of its own."""
 SUMS = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar))
 """Operators that hand the gradient of their result on to operands of the same sizes."""
 
@@ -62,16 +89,17 @@ def annotate(program: Program) -> None:
             op.bias_bytes = op.fused_bias_bytes = (
                 tensor_bytes(op.call.outs[0]) + tensor_bytes(bias) if bias is not None and bias.grad else 0.0
             )
-        elif op.target in PIECES and op.graded and op.call.ins[0].grad:
-            op.backward_bytes = 2 * tensor_bytes(op.call.ins[0])
+        elif op.target in PUT_TOGETHER and op.graded and op.call.ins[0].grad:
+            op.backward_bytes = _put_together_bytes(op)
     for ref, found in readers.items():
         _add_gradient_sums(program, ref, [op for op, operand in found if op.call.ins[operand].grad and op.role == "op"])
     for op in program.ops.values():
         op.fused_bytes, op.fused_backward_bytes, op.leads = (
             op.bytes,
-            op.backward_bytes if op.target not in PIECES else 0.0,
+            op.backward_bytes if op.target not in PUT_TOGETHER else 0.0,
             _has_kernel(op),
         )
+        op.backward_bytes += _between_bytes(op)
         # log-probabilities are written, and a gradient of theirs that is nearly all zeros is made, and read
         if op.target in LOSSES:
             op.bytes += tensor_bytes(op.call.ins[0])
@@ -81,6 +109,10 @@ def annotate(program: Program) -> None:
         if op.target is aten.rms_norm.default and program.device == "cpu":
             wide = 4.0 * max(1, op.call.outs[0].itemsize // 4) * math.prod(op.call.outs[0].sizes)
             op.bytes, op.backward_bytes = PLAIN_NORM[0] * wide, PLAIN_NORM[1] * wide if op.backward_bytes else 0.0
+        # the operand is cast by a kernel of its own, and its gradient
+        if casts_first(op, program.device):
+            wide = 2 * tensor_bytes(op.call.outs[0])
+            op.bytes, op.backward_bytes = op.bytes + wide, op.backward_bytes + wide * op.graded
         # the mask is drawn by a kernel of its own, in the time that float32 would take to be written, and read
         if op.target is aten.dropout.default:
             op.bytes += (DRAWN_BYTES + 1) * math.prod(op.call.outs[0].sizes)
@@ -121,14 +153,66 @@ def _backward_bytes(op: Op) -> float:
     if op.target in SUMS:  # the gradient of an operand of the same sizes is that of the result
         summed = [t for t in grads if t.sizes != op.call.outs[0].sizes]
         return sum(out + tensor_bytes(t) for t in summed)
-    if op.target is aten.embedding.default:  # rows are added to where they came from, in zeros of the weight's size
-        return 3 * out + sum(tensor_bytes(t) for t in grads)
+    if op.target in LOOKUPS:  # added to where they came from, in zeros of the operand's size
+        return 3 * out + sum(map(tensor_bytes, grads))
     kept = sum(tensor_bytes(op.tensors[i]) for i in op.read_back) + op.extra_bytes
     # the gradients of weight and bias are a kernel of their own, which reads both again
     if op.target in NORMS and len(grads) > 1:
         kept += out + tensor_bytes(op.call.ins[0])
     passes = len(grads) if op.flops > 0 and len(op.read_back) > 1 and op.target not in POINTWISE | ENDS else 1
     return passes * out + kept + sum(tensor_bytes(t) for t in grads)
+
+
+def _put_together_bytes(op: Op) -> float:
+    """Bytes that the backward of a view moves whose gradient is a tensor of its own."""
+    (whole, *_), outs = map(tensor_bytes, op.call.ins), sum(map(tensor_bytes, op.call.outs))
+    if op.target in PIECES:
+        return 2 * whole
+    if op.target in PARTS:
+        return whole + 2 * outs
+    return outs + whole if outs > whole else 0.0  # a sum over what was expanded
+
+
+def _between_bytes(op: Op) -> float:
+    """Bytes that the kernels of a derivative move beyond those of one kernel (`_backward_bytes`)."""
+    if op.role != "op" or not op.graded:
+        return 0.0
+    if op.target in MORE_PASSES:
+        return MORE_PASSES[op.target] * tensor_bytes(op.call.ins[0])
+    if op.target not in BY_OPERAND or len(op.call.ins) == 1:
+        return 0.0
+    out, sizes = op.call.outs[0], [tensor_bytes(t) for t in op.call.ins]
+    moved = 0.0
+    for index, operand in enumerate(op.call.ins):
+        if operand.grad:
+            moved += BY_OPERAND[op.target](index, tensor_bytes(out), sizes)
+            moved += tensor_bytes(out) + sizes[index] if operand.sizes != out.sizes else 0.0
+    return max(0.0, moved - _backward_bytes(op))
+
+
+def _quotient_bytes(index: int, out: float, sizes: Sequence[float]) -> float:
+    """gradient / y for x, and -gradient * ((x / y) / y) for y."""
+    return sizes[0] + 2 * sizes[1] + 8 * out if index else 2 * out + sizes[1]
+
+
+BY_OPERAND: dict[Any, Callable[[int, float, Sequence[float]], float]] = {
+    aten.div.Tensor: _quotient_bytes,
+    aten.mul.Tensor: lambda index, out, sizes: 2 * out + sizes[1 - index],
+    aten.sub.Tensor: lambda index, out, sizes: 2 * out * index,
+    aten.where.self: lambda index, out, sizes: 2 * out + sizes[0],
+}
+"""Operators that have kernels of their own for the gradient of each operand, at the size of the result; where the
+operand is broadcast a sum follows. Bytes that these move without that sum; given are the number of the operand, and
+bytes of the result and of the operands."""
+
+
+def casts_first(op: Op, device: str) -> bool:
+    """Whether a softmax in a wider dtype than its operand's casts that first: kernels of GPUs read float16 as it is."""
+    return (
+        op.target in SOFTMAXES
+        and op.call.ins[0].itemsize < op.call.outs[0].itemsize
+        and (device == "cpu" or op.dtype != "float16")
+    )
 
 
 def _add_gradient_sums(program: Program, ref: Ref, readers: list[Op]) -> None:

@@ -56,6 +56,7 @@ MORE = {
     aten.linalg_cond.default: [case(f(5, 3, 6))],
     aten.linalg_eigvals.default: [case(d(16, 16))],
     aten.linalg_householder_product.default: [case(f(5, 6, 2), T((5, 2), "sig"))],
+    **{target: [case(f(5, 64), -1, torch.float64)] for target in (aten.softmax.int, aten.log_softmax.int)},
     **{
         target: [case(f(5, 3, 9)), case(f(5, 9, 3))]
         for target in (aten.linalg_lu.default, aten.linalg_lu_factor.default)

@@ -1,0 +1,156 @@
+"""Bytes that derivatives of several kernels move, against the kernels that torch runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar._torch import TorchDispatchMode, pytree
+from autopar.capture import capture
+from autopar.problem.graph import Op
+from autopar.problem.read_graph import read
+
+aten = torch.ops.aten
+B, D = 64, 256
+WHOLE = B * D * 4
+SMALL = 5 * WHOLE / B  # what has a number for each row or column
+PUT_BACK = (aten.slice_backward.default, aten.select_backward.default, aten.diagonal_backward.default)
+
+Body = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Derived(nn.Module):
+    """`body` of two products and a parameter of one row, each with a gradient."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(D, D, bias=False) for _ in range(2))
+        self.row, self.body = nn.Parameter(torch.empty(D)), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.first(x), self.second(x), self.row).sum()
+
+
+class Moved(TorchDispatchMode):
+    """Adds up the bytes that kernels read and write; numbers that are read again and again count once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        read, written = (_tensors(each) for each in (args, made))
+        if func in PUT_BACK:  # zeros, and a copy
+            self.nbytes += sum(map(_bytes, (*read, *read, *written)))
+        elif not any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+            self.nbytes += sum(map(_bytes, (*read, *written)))
+        return made
+
+
+def _tensors(nested: Any) -> list[Tensor]:
+    return list({id(leaf): leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor)}.values())
+
+
+def _bytes(tensor: Tensor) -> int:
+    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return torch.Size(sizes).numel() * tensor.element_size()
+
+
+def _ran(body: Body, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that the kernels of `body` move, forward and backward."""
+    given = [torch.empty(*sizes, device="meta", dtype=dtype, requires_grad=True) for sizes in ((B, D), (B, D), (D,))]
+    with Moved() as forward:
+        made = body(*given)  # type: ignore[arg-type]
+    gradient = torch.empty(made.shape, device="meta", dtype=made.dtype)
+    with Moved() as backward:
+        torch.autograd.grad(made, given, gradient, allow_unused=True)
+    return forward.nbytes, backward.nbytes
+
+
+def _priced(body: Body, dtype: torch.dtype, device: str = "cpu") -> list[Op]:
+    """The operators of `body`."""
+    with torch.device("meta"):
+        model, x = Derived(body).to(dtype), torch.empty(B, D, dtype=dtype)
+    program = read(capture(model, (x,)).gm, {"b": B}, training=True, device=device)
+    outside = (aten.linear.default, aten.sum.default)
+    return [op for op in program.ops.values() if op.role == "op" and op.target not in outside]
+
+
+BODIES: dict[str, Body] = {
+    "abs": lambda x, y, row: x.abs(),
+    "cos": lambda x, y, row: x.cos(),
+    "cumsum": lambda x, y, row: x.cumsum(1),
+    "erf": lambda x, y, row: x.erf(),
+    "norm": lambda x, y, row: torch.linalg.vector_norm(x, dim=1),
+    "log1p": lambda x, y, row: x.log1p(),
+    "logsumexp": lambda x, y, row: x.logsumexp(1),
+    "power": lambda x, y, row: x**3,
+    "reciprocal": lambda x, y, row: x.reciprocal(),
+    "from a number": lambda x, y, row: 1 - x,
+    "rsqrt": lambda x, y, row: x.rsqrt(),
+    "sin": lambda x, y, row: x.sin(),
+    "sqrt": lambda x, y, row: x.sqrt(),
+    "square": lambda x, y, row: x.square(),
+    "var": lambda x, y, row: x.var(1),
+    "tanh": lambda x, y, row: x.tanh(),
+    "product": lambda x, y, row: x * y,
+    "product with a row": lambda x, y, row: row * x,
+    "product of which one is fixed": lambda x, y, row: x * row.detach(),
+    "quotient": lambda x, y, row: x / y,
+    "quotient by a row": lambda x, y, row: x / row,
+    "difference": lambda x, y, row: x - y,
+    "difference from a row": lambda x, y, row: x - row,
+    "sum with a row": lambda x, y, row: x.tanh() + row,
+    "choice": lambda x, y, row: torch.where(row.detach() > 0, x, y),
+    "choice of a row": lambda x, y, row: torch.where(row.detach() > 0, row, y),
+    "slice": lambda x, y, row: x[:, 1:],
+    "select": lambda x, y, row: x[:, 0],
+    "diagonal": lambda x, y, row: x.diagonal(),
+    "expanded": lambda x, y, row: row.expand(B, D).tanh(),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_backwards_move_what_their_kernels_do(name: str) -> None:
+    _, backward = _ran(BODIES[name], torch.float32)
+    found = _priced(BODIES[name], torch.float32)
+    assert sum(op.backward_bytes for op in found) == pytest.approx(backward, abs=SMALL)
+    assert all(op.fused_backward_bytes <= op.backward_bytes for op in found)
+
+
+@pytest.mark.parametrize("cast", [torch.float32, None])
+def test_a_softmax_in_a_wider_dtype_casts_first(cast: torch.dtype | None) -> None:
+    def body(x: Tensor, y: Tensor, row: Tensor) -> Tensor:
+        return x.softmax(1, dtype=cast)
+
+    (found,) = _priced(body, torch.bfloat16)
+    assert (found.bytes, found.backward_bytes) == pytest.approx(_ran(body, torch.bfloat16), abs=SMALL)
+    assert (found.fused_bytes, found.fused_backward_bytes) == (
+        (WHOLE * 1.5, WHOLE * 2.5) if cast else (WHOLE, 1.5 * WHOLE)
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "cast"), [(torch.float16, "cuda", 0), (torch.float16, "cpu", 2), (torch.bfloat16, "cuda", 2)]
+)
+def test_gpus_read_float16_as_it_is(dtype: torch.dtype, device: str, cast: int) -> None:
+    (found,) = _priced(lambda x, y, row: x.softmax(1, dtype=torch.float32), dtype, device)
+    assert found.bytes == (1.5 + cast) * WHOLE
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x, y, row: x.gather(1, torch.zeros(B, 1, dtype=torch.int64, device=x.device)),
+        lambda x, y, row: x[:1, torch.arange(2, device=x.device)],
+    ],
+    ids=["gather", "index"],
+)
+def test_gradients_of_what_is_looked_up_begin_as_zeros(body: Body) -> None:
+    """What is looked up, here next to nothing, is added to them; the table itself is not read."""
+    assert max(op.backward_bytes for op in _priced(body, torch.float32)) == pytest.approx(WHOLE, abs=SMALL)

@@ -23,7 +23,7 @@ from autopar.cost.compute import (
     straight_share,
 )
 from autopar.cost.memory import itemsize
-from autopar.layout import Layout, fraction
+from autopar.layout import Layout, fraction, most_elements
 from autopar.problem.graph import ATTENTION, Op
 from autopar.problem.op_algorithms import sites
 from autopar.problem.settings import Settings
@@ -72,13 +72,15 @@ def _shard_of(op: Op, options: Sequence[Option], sizes: Sequence[int]) -> tuple[
     return op.name, *sorted(ways.items())
 
 
-def _share(options: Sequence[Option], sizes: Sequence[int]) -> float:
-    """The share of the FLOPs of an Op that a rank does, with even shards: the product over factors of 1 - cuts + cuts /
-    n, where n ranks split the share `cuts` of the work along that factor (Option.cuts)."""
+def _share(options: Sequence[Option], sizes: Sequence[int], uneven: float) -> float:
+    """The share of the FLOPs of an Op that a rank does: with even shards the product over factors of 1 - cuts + cuts /
+    n, where n ranks split the share `cuts` of the work along that factor (Option.cuts). Of what is cut the rank that
+    has most does `uneven` times as much."""
     ways: dict[tuple[str, float], int] = {}
     for option, size in zip(options, sizes, strict=True):
         ways[option.factor, option.cuts] = ways.get((option.factor, option.cuts), 1) * (size if option.split else 1)
-    return math.prod(1.0 - cuts + cuts / n for (_, cuts), n in ways.items())
+    cut = math.prod(cuts / n for (_, cuts), n in ways.items())
+    return math.prod(1.0 - cuts + cuts / n for (_, cuts), n in ways.items()) + (uneven - 1.0) * cut
 
 
 class _Shard:
@@ -94,7 +96,8 @@ class _Shard:
     def seconds(self) -> tuple[float, float]:
         """Seconds of the forward, and of the backward (0 where there is none)."""
         op, used = self.op, self.used
-        share = _share(self.options, self.sizes) * max((algorithm.pace(site) for algorithm, site in used), default=1.0)
+        share = _share(self.options, self.sizes, self._unevenness())
+        share *= max((algorithm.pace(site) for algorithm, site in used), default=1.0)
         local = self._bytes_share()
         inside = sum(algorithm.inside.moved_bytes(site) for algorithm, site in used if algorithm.inside)
         if op.target in INSIDE:
@@ -196,14 +199,25 @@ class _Shard:
         )
 
     def _bytes_share(self) -> float:
-        """The local share of the elements of all tensors."""
-        whole = local = 0.0
-        for index, tensor in enumerate(self.op.tensors):
-            layout = tuple((*o.ins, *o.outs)[index].value for o in self.options)
-            numel = math.prod(tensor.sizes)
-            whole += numel
-            local += numel * fraction(layout, self.sizes)
-        return local / whole if whole else 1.0
+        """The share of the elements of all tensors that the rank has which has most."""
+        whole = sum(math.prod(tensor.sizes) for tensor in self.op.tensors)
+        return sum(most for most, _ in self._elements()) / whole if whole else 1.0
+
+    def _unevenness(self) -> float:
+        """The work of the rank that has most, over that with even shards: 4 / 3 where one of two ranks has two of three
+        heads."""
+        return max((most / mean for most, mean in self._elements() if mean), default=1.0)
+
+    def _elements(self) -> list[tuple[int, float]]:
+        """Of each tensor, the elements on the rank that has most, and on the mean of all ranks."""
+        layouts = [tuple((*o.ins, *o.outs)[index].value for o in self.options) for index in range(len(self.op.tensors))]
+        return [
+            (
+                most_elements(tensor.sizes, layout, self.sizes),
+                math.prod(tensor.sizes) * fraction(layout, self.sizes),
+            )
+            for tensor, layout in zip(self.op.tensors, layouts, strict=True)
+        ]
 
     def _matmul(self, share: float) -> Shape | None:
         """Local (m, n, k) of the matmul of an Op, None where it has none: n is the local size of the last dim of the
@@ -214,7 +228,7 @@ class _Shard:
             return None
         layout = tuple(o.outs[0].value for o in self.options)
         sizes = op.call.outs[0].sizes
-        numel = math.prod(sizes) * fraction(layout, self.sizes)
+        numel = most_elements(sizes, layout, self.sizes)
         # dims of space, as many as the kernel has
         behind = len(op.call.ins[1].sizes) - 2 if "conv" in getattr(op.target, "__name__", "") else 0
         # columns: channels of a convolution, of one sample without a batch too, features else

@@ -136,3 +136,32 @@ def convolved_s(*batch: int, transposed: bool = False) -> float:
 def test_a_convolution_of_one_image_takes_as_long_without_a_batch(*, transposed: bool) -> None:
     """Its columns are channels, whichever dim these are."""
     assert convolved_s(transposed=transposed) == pytest.approx(convolved_s(1, transposed=transposed))
+
+
+class Layer(nn.Module):
+    """A product, and what is done to its columns."""
+
+    def __init__(self, wide: int, out: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(wide, out, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh().sum()
+
+
+@pytest.mark.parametrize(("name", "factor"), [("linear", "o"), ("linear", "i"), ("tanh", "_1")])
+@pytest.mark.parametrize("where", ["h100:1x3", "cpu:1x3"])
+def test_the_slowest_rank_has_the_largest_shard(where: str, name: str, factor: str) -> None:
+    """A third of 70 is 24, as of 72."""
+    device, found = Cluster.parse(where).device, []
+    for size in (70, 72):
+        with torch.device("meta"):
+            model, x = (
+                Layer(*((size, 512) if factor == "i" else (512, size))),
+                torch.empty(64, size if factor == "i" else 512),
+            )
+        program = read(capture(model, (x,)).gm, {"b": 64}, training=True, device=device.kind)
+        op = next(op for op in program.ops.values() if op.role == "op" and name in op.name)
+        option = next(o for o in table_of(program, 3, sections_of(program, None), None)[op.name] if o.factor == factor)
+        found.append(Kernels(device, Settings()).seconds(op, (option,), (3,)))
+    assert found[0] == pytest.approx(found[1], rel=1e-9)

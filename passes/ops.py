@@ -106,9 +106,11 @@ def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """
     if rows.is_meta or isinstance(rows, FakeTensor):  # sizes only: where groups end is data
         return rows.new_empty(rows.shape[0], weights.shape[2])
-    starts = [0, *(int(end) for end in ends.tolist())]
-    pieces = [rows[start:end] @ weights[group] for group, (start, end) in enumerate(itertools.pairwise(starts))]
-    return torch.cat([*pieces, rows.new_zeros(rows.shape[0] - starts[-1], weights.shape[2])])
+    lengths = [end - start for start, end in itertools.pairwise((0, *ends.tolist(), len(rows)))]
+    # the gradients of slices, one by one, would each be a tensor of the size of all rows, or of all weights
+    *pieces, behind = rows.split(lengths)
+    made = [piece @ weight for piece, weight in zip(pieces, weights.unbind(), strict=True)]
+    return torch.cat([*made, behind.new_zeros(len(behind), weights.shape[2])])
 
 
 UP, INNER, BIAS = 3, 5, 6
@@ -127,7 +129,7 @@ def halves(apply: Callable[[Tensor, Tensor], Tensor]) -> Inner:
 
 def pairs(apply: Callable[[Tensor, Tensor], Tensor]) -> Inner:
     """`apply(even, odd)` of every other column."""
-    return lambda x: apply(x[..., ::2], x[..., 1::2])
+    return lambda x: apply(*x.unflatten(-1, (-1, 2)).unbind(-1))
 
 
 def expert_rows(

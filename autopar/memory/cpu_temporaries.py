@@ -10,7 +10,6 @@ from autopar.memory import matrices, recurrent
 from autopar.memory.local import Bytes, Local, nothing, taken
 from autopar.memory.temporaries import aten
 from autopar.rules.arguments import named
-from passes import ops
 
 WIDE = 4  # bytes of a float32
 POINT = (1, 1)  # a kernel of one pixel is a product
@@ -95,8 +94,6 @@ CPU: dict[Any, tuple[Bytes, Bytes]] = {
     **dict.fromkeys(named("_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec"), (taken("0.6o"), nothing)),
     **matrices.CPU,
     **recurrent.CPU,
-    # one product for each group
-    ops.grouped_matmul: (taken("o"), lambda local: local.out + local.ins[1] * local.grad(1)),
     aten.rms_norm.default: (_norm_forward, _norm_back),
     aten.scaled_dot_product_attention.default: (_scored, _scored_back),
 }

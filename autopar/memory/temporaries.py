@@ -92,6 +92,18 @@ def _widened(local: Local) -> float:
     return local.out if casts_first(local.op, "cpu" if local.on_cpu else "") else 0.0
 
 
+def _of_groups(local: Local) -> float:
+    """Gradients of the rows, or of the weights, of each group when these are joined; that of the result has gone by
+    then."""
+    return max(0.0, max(local.ins[i] * local.grad(i) for i in range(2)) - local.out)
+
+
+def _of_experts(local: Local) -> float:
+    """Gradients of rows, or in the end, when nothing of what was kept is left, those of the first layer of each expert
+    before they are joined."""
+    return max(0.5 * local.extra, local.ins[ops.UP] * local.grad(ops.UP) - local.extra)
+
+
 def _bounded(local: Local) -> float:
     """A mask for each bound."""
     return taken("m")(local) * sum(bound is not None for bound in (local.given("min"), local.given("max")))
@@ -281,6 +293,7 @@ FORWARD: dict[Any, Bytes] = {
     ops.count_each: taken("5w"),
     ops.count_valid: taken("a"),
     ops.experts: lambda local: 0.5 * local.extra,  # results put in order and weighted
+    ops.grouped_matmul: taken("o"),  # a product for each group
     ops.noised: lambda local: 0.0 if local.grad(1) else local.out,
     ops.picked_places: lambda local: 16 * local.ins[0],  # as int32, sorted, and all places
 }
@@ -372,7 +385,8 @@ BACKWARD: dict[Any, Bytes] = {
     ops.ctc_each: _paths,
     ops.cross_entropy_each: taken("a"),  # gradient of the log-softmax, then that of the logits
     ops.cross_entropy_sum: taken("a"),
-    ops.experts: lambda local: 0.5 * local.extra,
+    ops.experts: _of_experts,
     ops.fill_rows: _for(2, "4w"),
+    ops.grouped_matmul: _of_groups,
 }
 """Bytes beside gradients of operands and results, while the backward runs."""

@@ -100,6 +100,8 @@ def annotate(program: Program) -> None:
             _has_kernel(op),
         )
         op.backward_bytes += _between_bytes(op)
+        joined = _joined_bytes(op)
+        op.bytes, op.backward_bytes = op.bytes + joined[0], op.backward_bytes + joined[1] * op.graded
         # log-probabilities are written, and a gradient of theirs that is nearly all zeros is made, and read
         if op.target in LOSSES:
             op.bytes += tensor_bytes(op.call.ins[0])
@@ -204,6 +206,18 @@ BY_OPERAND: dict[Any, Callable[[int, float, Sequence[float]], float]] = {
 """Operators that have kernels of their own for the gradient of each operand, at the size of the result; where the
 operand is broadcast a sum follows. Bytes that these move without that sum; given are the number of the operand, and
 bytes of the result and of the operands."""
+
+
+def _joined_bytes(op: Op) -> tuple[float, float]:
+    """Bytes, forward and backward, that are moved to join the products of groups of rows, and the gradients of their
+    rows and weights."""
+    if op.target is ops.grouped_matmul:
+        return 2 * tensor_bytes(op.call.outs[0]), 2 * sum(tensor_bytes(t) for t in op.call.ins if t.grad)
+    if op.target is not ops.experts:
+        return 0.0, 0.0
+    chosen, (up, down) = math.prod(op.call.ins[1].sizes), op.call.ins[ops.UP : ops.UP + 2]
+    made, read = (chosen * (up.sizes[d] + down.sizes[d]) * up.itemsize for d in (2, 1))
+    return 2 * made, 2 * (read + sum(tensor_bytes(t) for t in (up, down) if t.grad))
 
 
 def casts_first(op: Op, device: str) -> bool:

@@ -121,3 +121,12 @@ def test_what_an_operator_takes_is_counted(target: Any) -> None:
                 if both is not None and not both.close:
                     wrong.append((way, number, both, one.args))
     assert not wrong
+
+
+@pytest.mark.parametrize("tokens", [4, 16, 32])
+def test_gradients_of_experts_are_joined(tokens: int) -> None:
+    """Few tokens for large experts: at the peak there are the gradients of the first layers, twice."""
+    gated = "halves(lambda first, second: F.silu(first) * second)"
+    layer = case(f(tokens, 64), i(4, tokens, 2), T((tokens, 2), "c"), f(4, 64, 256), f(4, 128, 64), gated)
+    _, backward, _ = all_ways(ops.experts, layer, 3)
+    assert backward is not None and backward.counted == pytest.approx(backward.predicted, rel=0.05)

@@ -13,6 +13,7 @@ from autopar._torch import TorchDispatchMode, pytree
 from autopar.capture import capture
 from autopar.problem.graph import Op
 from autopar.problem.read_graph import read
+from passes import ops
 
 aten = torch.ops.aten
 B, D = 64, 256
@@ -154,3 +155,43 @@ def test_gpus_read_float16_as_it_is(dtype: torch.dtype, device: str, cast: int) 
 def test_gradients_of_what_is_looked_up_begin_as_zeros(body: Body) -> None:
     """What is looked up, here next to nothing, is added to them; the table itself is not read."""
     assert max(op.backward_bytes for op in _priced(body, torch.float32)) == pytest.approx(WHOLE, abs=SMALL)
+
+
+class Grouped(nn.Module):
+    """Rows in groups, each times the matrix of its group."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.first, self.weights = nn.Linear(D, D, bias=False), nn.Parameter(torch.empty(groups, D, 2 * D))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        made: Tensor = torch.ops.transformers.grouped_mm_fallback(self.first(x), self.weights, ends)
+        return made.sum()
+
+
+@pytest.mark.parametrize("groups", [2, 32])
+def test_gradients_of_groups_are_joined_once(groups: int) -> None:
+    """They are not added up group by group, each at the size of all."""
+    pytest.importorskip("transformers.integrations.moe")
+    with torch.device("meta"):
+        model, x, ends = Grouped(groups), torch.empty(B, D), torch.zeros(groups, dtype=torch.int32)
+    program = read(capture(model, (x, ends)).gm, {"b": B}, training=True)
+    (found,) = [op for op in program.ops.values() if op.target is ops.grouped_matmul]
+    rows, weights = torch.zeros(B, D, requires_grad=True), torch.zeros(groups, D, 2 * D, requires_grad=True)
+    with Moved() as forward:
+        made = ops.grouped_matmul(rows, weights, torch.arange(1, groups + 1) * (B // groups))
+    gradient = torch.zeros_like(made)
+    with Moved() as backward:
+        torch.autograd.grad(made, (rows, weights), gradient)
+    assert (found.bytes, found.backward_bytes) == pytest.approx((forward.nbytes, backward.nbytes), abs=SMALL)
+
+
+def test_gradients_of_every_other_column_are_joined_once() -> None:
+    """A product moves three halves for each factor; then both gradients, as those of any two halves."""
+    for columns in (ops.pairs, ops.halves):
+        x = torch.empty(B, D, device="meta", requires_grad=True)
+        made = columns(lambda first, second: first * second)(x)
+        gradient = torch.empty(made.shape, device="meta")
+        with Moved() as backward:
+            torch.autograd.grad(made, x, gradient)
+        assert backward.nbytes == 3 * WHOLE + 2 * WHOLE

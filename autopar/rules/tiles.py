@@ -213,16 +213,18 @@ def backward_bytes(site: Site) -> tuple[float, float]:
 
 
 def moved_bytes(site: Site) -> tuple[float, float]:
-    """Bytes that a call reads and writes in addition to one pass over operands and result, (forward, backward). For
-    each further tile x is read again; parts of results and of gradients are copied to their places, and partial sums
-    are added up; a lookup writes a whole result for each tile."""
+    """Bytes that a call reads and writes in addition to one pass over operands and result, (forward, backward; of the
+    latter one over the gradient of the result for each gradient that is made). For each further tile x, or the gradient
+    of the result, is read again; parts of results and of gradients are copied to their places, and partial sums are
+    written and added up; a lookup writes a whole result for each tile."""
     assert site.call is not None, "tiles of a call"
     more, x, y = _count(site) - 1, site.local_bytes(1 - weight_of(site)), _result_bytes(site)
     if weight_of(site) == 0:
         return (more + 1) * (x + 3 * y), (more + 1) * (x + 2 * y)
+    again, learns = _again(site), _weight(site).grad
     if site.call.target in BY_OUTPUTS:
-        return more * x + 2 * y, 2 * y + more * 4 * x
-    return 2 * x + more * 3 * y, 4 * x + more * y
+        return more * x + 2 * y, 2 * y + more * (4 * again + learns) * x
+    return 2 * x + more * 4 * y, (again + learns) * (2 * x + more * y)
 
 
 def _result_bytes(site: Site) -> float:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from autopar._torch import TorchDispatchMode, pytree
 from autopar.memory.habits import EMITTED
 from autopar.memory.local import Local
 from autopar.memory.operators import backward_bytes, forward_bytes
@@ -139,3 +141,52 @@ def test_what_lookups_have_for_a_moment_is_predicted(monkeypatch: pytest.MonkeyP
     assert behind == pytest.approx(
         sum(algorithm.gathers[1](site)) + backward_bytes(local, (option.run,), EMITTED), rel=0.06
     )
+
+
+class _Moved(TorchDispatchMode):
+    """Adds up the bytes that kernels read and write; what is only looked at, or made without numbers, has none."""
+
+    FREE = ("aten.new_empty", "aten.empty_like", "aten._unsafe_view")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        looks = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not looks and not str(func).startswith(self.FREE):
+            read = args[1:] if func is torch.ops.aten.copy_.default else args
+            moved = [t for t in pytree.tree_leaves((read, made)) if isinstance(t, Tensor)]
+            self.nbytes += sum(t.numel() * t.element_size() for t in moved)
+        return made
+
+
+@pytest.mark.parametrize("by_outputs", [True, False])
+@pytest.mark.parametrize(("x_grad", "learns"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("count", [2, 8])
+def test_what_tiles_read_and_write_is_counted(
+    monkeypatch: pytest.MonkeyPatch, count: int, x_grad: bool, learns: bool, by_outputs: bool
+) -> None:
+    """Beside one pass over rows, weight and result: in the backward one over the gradient of the result for each
+    gradient."""
+    monkeypatch.setattr(runtime, "start_all_gather", _gather)
+    monkeypatch.setattr(runtime, "start_reduce_scatter", _scatter)
+    tall, width = 1024, 64
+    x, out, weight = Shape((tall * WAYS, width), x_grad), Shape((tall * WAYS, width)), Shape((width, width), learns)
+    op = Op("product", "", None, "op", Call(TARGETS[by_outputs], (x, weight), {}, (out,)), (), dtype="float32")
+    name = tiles.name(TARGETS[by_outputs], count)
+    option = Option("b", (Use("S0", "S0"), tiles.SHARD), (Use("S0", "S0"),), name, True)
+    ((_, site),) = sites(op, (option,), (WAYS,))
+    rows = torch.zeros(tall, width, requires_grad=x_grad)
+    shard = torch.zeros(width // WAYS, width, requires_grad=learns)
+    run = runtime.tiled_linear if by_outputs else runtime.tiled_matmul
+    with _Moved() as ahead:
+        made = run(rows, shard, tiles=count, axes=(0,), mesh=Mesh((WAYS,), ("x",), "cpu"))
+    pull, once = torch.zeros_like(made), tall * width * 4
+    with _Moved() as behind:
+        made.backward(pull)
+    forward, backward = tiles.moved_bytes(site)
+    assert ahead.nbytes == pytest.approx(2 * once + forward, rel=0.04)
+    # the rows for the weight's gradient, the rows' own gradient
+    assert behind.nbytes == pytest.approx((x_grad + learns) * 2 * once + backward, rel=0.04)

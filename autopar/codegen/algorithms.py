@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import sympy
 import torch
 
 from autopar.codegen import sizes
@@ -23,6 +24,7 @@ from autopar.problem.pairs import LayoutPair
 from autopar.rules import halo as windows
 from autopar.rules import tiles
 from autopar.rules.arguments import given
+from autopar.rules.local import groups_at, with_groups
 from passes import facts, ops
 from passes.switches import SWITCHES, place_of
 
@@ -101,6 +103,21 @@ def operands_chosen(call: PlannedCall) -> PlannedCall:
     for name in dict.fromkeys(run for run in call.node.runs if run in OPERAND_TEXTS):
         call = replace(call, plain=OPERAND_TEXTS[name](call))
     return call
+
+
+def with_local_groups(call: PlannedCall) -> PlannedCall:
+    """The call of a convolution with as many groups as there are on this rank; other calls as they are."""
+    op, plain = call.op, call.plain
+    if groups_at(op.target) is None or (groups := given(op.call)["groups"]) == 1:
+        return call
+    channels = 1 - len(op.call.ins[1].shape)
+    whole, here = op.call.outs[0].shape[channels], plain.outs[0][channels]
+    if here == sizes.text(whole):
+        return call
+    each = sympy.cancel(whole / sympy.sympify(groups))
+    text = str(int(here) // int(each)) if here.isdecimal() else here if each == 1 else f"({here}) // {each}"
+    args, kwargs = with_groups(op.target, plain.args, plain.kwargs, text)
+    return replace(call, plain=replace(plain, args=args, kwargs=kwargs))
 
 
 def _own_heads(call: PlannedCall) -> Written:

@@ -18,7 +18,14 @@ from torch import fx
 
 from autopar.codegen import probes
 from autopar.codegen import sizes as size_text
-from autopar.codegen.algorithms import PlannedCall, algorithm_text, operands_chosen, seeded_text, switched
+from autopar.codegen.algorithms import (
+    PlannedCall,
+    algorithm_text,
+    operands_chosen,
+    seeded_text,
+    switched,
+    with_local_groups,
+)
 from autopar.codegen.context import Context
 from autopar.codegen.edges import Reshard, Spot, given, in_pair, needed, options, out_pair, spot_of
 from autopar.codegen.expressions import Written, literal, write
@@ -246,7 +253,7 @@ class ScopeWriter:
         outs = tuple(self.context.local_sizes((op.name, i)) for i in range(len(op.call.outs)))
         self._note_even(op)
         plain = Written(args, kwargs, node.args, outs)
-        call = operands_chosen(PlannedCall(op, plan.nodes[op.name], plain, self.context))
+        call = operands_chosen(with_local_groups(PlannedCall(op, plan.nodes[op.name], plain, self.context)))
         special = algorithm_text(call)
         if special is not None:
             return special

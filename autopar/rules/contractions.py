@@ -83,8 +83,8 @@ def einsum(call: Call) -> str:
 
 def convolution(call: Call) -> str:
     """Samples and output channels split. A split of input channels leaves a partial sum, and is possible where there is
-    no bias. Spatial dims are split by the algorithm `halo` (`rules.halo`). With groups no channels are split, because
-    the number of groups is an argument."""
+    no bias. Spatial dims are split by the algorithm `halo` (`rules.halo`). With groups, those of depthwise convolutions
+    split, as channels of what is pointwise do; their number is that of a rank (`rules.local`)."""
     return _convolution(call, transposed=False)
 
 
@@ -100,8 +100,8 @@ def _convolution(call: Call, *, transposed: bool) -> str:
         return replicated(call)
     spatial = len(call.ins[1].shape) - 2
     if given(call)["groups"] != 1:
-        channels, out = "i!", "o!"
-        weight = f"{channels} o2!" if transposed else f"{out} j!"
+        channels, out, within = _in_groups(call, -spatial - 1, transposed)
+        weight = f"{channels if transposed else out} {within}"
     else:
         channels, out = "i" if len(call.ins) == 2 else "i!", "o"
         weight = f"{channels} {out}" if transposed else f"{out} {channels}"
@@ -109,6 +109,19 @@ def _convolution(call: Call, *, transposed: bool) -> str:
     batch = "b " if len(call.ins[0].shape) == spatial + 2 else ""
     bias = [out] if len(call.ins) > 2 else []
     return rule([f"{batch}{channels} {sizes}", f"{weight} {kernel}", *bias], [f"{batch}{out} {new_sizes}"])
+
+
+def _in_groups(call: Call, dim: int, transposed: bool) -> tuple[str, str, str]:
+    """The words for channels, at `dim`, of the image and of the result of a convolution with groups, and for the second
+    dim of its weight. Groups are cut where they are a dim of one of the two, as in depthwise convolutions: its size
+    tells over how many ranks."""
+    image, result = call.ins[0].shape[dim], call.outs[0].shape[dim]
+    groups = given(call)["groups"]
+    if groups not in (image, result):
+        return "i!", "o!", "j!"
+    channels, out = ("g" if size == groups else f"(g {f}!)" for size, f in ((image, "i"), (result, "o")))
+    inner = out if transposed else channels
+    return channels, out, "1" if inner == "g" else f"{inner[3]}!"
 
 
 def attention(call: Call) -> str:

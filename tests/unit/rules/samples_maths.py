@@ -27,6 +27,8 @@ CONTRACTIONS: Samples = {
         case(f(5, 4, 7), f(6, 4, 3), f(6), [2], [1]),
         case(f(4, 12), f(6, 4, 3), None, [1], [2], [2]),
         case(f(2, 2, 13), f(4, 1, 5), f(4), [1], [2], [1], 2),
+        case(f(2, 4, 9), f(4, 1, 4), f(4), [1], [3], [1], 4),
+        case(f(2, 8, 9), f(4, 2, 3), None, [1], [0], [1], 4),
     ],
     aten.conv1d.padding: [
         case(f(5, 4, 7), f(6, 4, 3), None, [1], "same"),
@@ -49,6 +51,8 @@ CONTRACTIONS: Samples = {
     aten.conv_transpose2d.input: [
         case(f(5, 4, 4, 4), f(4, 6, 2, 2), f(6), [2, 2]),
         case(f(5, 4, 4, 4), f(4, 3, 2, 2), None, [1, 1], [0, 0], [0, 0], 2),
+        case(f(5, 4, 4, 4), f(4, 1, 2, 2), f(4), [2, 2], [0, 0], [0, 0], 4),
+        case(f(5, 4, 4, 4), f(4, 2, 2, 2), f(8), [2, 2], [0, 0], [0, 0], 4),
     ],
     aten.conv_transpose3d.input: [case(f(4, 2, 3, 3, 3), f(2, 4, 2, 2, 2))],
     aten.dot.default: [case(f(7), f(7))],

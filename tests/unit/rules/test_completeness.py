@@ -58,6 +58,8 @@ QUICK = (
 OR = "whether any is true of the parts is no sum that a rank adds up"
 ORDER = "norms of order 1 are sums, but not those of other orders"
 
+GROUPS = "channels of each group, where whole groups are cut"
+
 WHOLE: dict[Any, tuple[str, str]] = {
     aten.any.default: ("d0 d1", OR),
     aten.any.dim: ("d1 d2", OR),
@@ -66,6 +68,8 @@ WHOLE: dict[Any, tuple[str, str]] = {
         "n",
         "the places are numbers of boundaries, so that those of parts add up: boundaries are few",
     ),
+    aten.conv1d.default: ("i o", GROUPS),
+    aten.conv_transpose2d.input: ("o", GROUPS),
     aten.histc.default: ("x0n0", "counts of parts add up, where the bounds are given"),
     aten.instance_norm.default: ("a", "running statistics, which the kernel changes, are of all samples"),
     aten.isin.Tensor_Tensor: ("n0 n1", "in any part is in the whole: what is looked up in is small"),

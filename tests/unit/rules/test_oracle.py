@@ -19,6 +19,7 @@ from autopar.rules import RULES
 from autopar.rules import halo as windows
 from autopar.rules.halo import borders
 from autopar.rules.language import Call, Tensor
+from autopar.rules.local import local_args
 from autopar.rules.oracle import RunOnAllRanks, call_of, failures, shapes_of, shards_of
 from autopar.rules.rule import Rule
 from autopar.runtime.mesh import Mesh
@@ -170,6 +171,7 @@ def as_emitted(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outs
     """Runs the source text that codegen writes for the call."""
     if not isinstance(target, torch._ops.OpOverload):
         return target(*args, **kwargs)
+    args, kwargs = local_args(target, args, kwargs, outs)
     held: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "MESH": Mesh((1,), ("x",))}
 
     def text(item: Any) -> str:
@@ -267,7 +269,7 @@ def test_rings_are_not_for_queries_that_are_broadcast(query, key, grouped):
 
 
 CUT = {  # the spatial dims of each sample that 2 ranks may cut
-    "conv1d.default": ["0", "0", "0", "0"],
+    "conv1d.default": ["0", "0", "0", "0", "0", "0"],
     "conv1d.padding": ["0", ""],
     "conv2d.default": ["01", "01", "01", "01", "01"],
     "conv2d.padding": ["01", "01"],

@@ -73,14 +73,9 @@ def _rows(flat: Any) -> fx.Node | None:
 
 
 def _begins(offsets: Any, rows: facts.Size, width: facts.Size) -> bool:
-    """Whether `offsets` is `arange(rows) * width`."""
-    if not isinstance(offsets, fx.Node) or offsets.target is not aten.mul.Tensor:
-        return False
-    numbers, step = offsets.args
-    size = facts.as_size(step.meta["val"], offsets.graph.owning_module) if isinstance(step, fx.Node) else step
-    return bool(
-        isinstance(numbers, fx.Node)
-        and numbers.target is aten.arange.default
-        and facts.shape(numbers) == (rows,)
-        and size == width
-    )
+    """Whether `offsets` is `arange(rows) * width`; a factor of 1 is left out."""
+    times = edit.call_of(offsets, aten.mul.Tensor)
+    numbers, step = (offsets, 1) if times is None else times.args
+    size = facts.as_size(step.meta["val"], step.graph.owning_module) if isinstance(step, fx.Node) else step
+    counted = edit.call_of(numbers, aten.arange.default)
+    return counted is not None and facts.shape(counted) == (rows,) and bool(size == width)

@@ -35,6 +35,15 @@ def weighted(bag, ids, gates, starts):
     return bag(ids, per_sample_weights=gates * 2)
 
 
+def single(bag, ids, gates, starts):
+    """Bags of one row each, as features of one category have them."""
+    return bag(ids[:, :1])
+
+
+def single_weighted(bag, ids, gates, starts):
+    return bag(ids[:, :1], per_sample_weights=gates[:, :1])
+
+
 def behind(bag, ids, gates, starts):
     return bag(ids.reshape(-1), starts)
 
@@ -77,6 +86,8 @@ def captured(call, with_starts=False, **settings):
         (last_row_is_padding, {"mode": "sum"}),
         (plain, {"mode": "sum", "sparse": True}),
         (behind_multiples, {"mode": "sum"}),
+        (single, {"mode": "max"}),
+        (single_weighted, {"mode": "sum"}),
         (weighted, {"mode": "sum"}),
         (weighted, {"mode": "sum", "padding_idx": 0}),
     ],

@@ -1,6 +1,7 @@
 """Every cut of a tensor into parts along one dim as one `split_with_sizes`.
 
-Fused projections (q, k, v side by side) are cut by split, chunk, unbind or by slices; one op makes one rule enough.
+Fused projections (q, k, v side by side) are cut by split, chunk, unbind or by slices, and so are samples that were
+joined (`h[:n], h[n:]` of chosen and rejected texts); one op makes one rule enough.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -28,12 +30,16 @@ _CUTS = (
     aten.unsafe_split_with_sizes.default,
 )
 """Operators that cut one dim into parts."""
+_BY_SIZE = (aten.split.Tensor, aten.unsafe_split.Tensor)
+"""Those that are given the size of a part."""
 
 
 def split_ops(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
-    does: chunk, split, unbind, and slices that together cover one dim of static size, become split_with_sizes.
-    gives: cuts read by getitem; those along a symbolic dim, and slices that leave something out, stay."""
+    does: chunk, split, unbind, and slices that together cover one dim, become split_with_sizes. Along a symbolic dim
+           that is done where all parts are alike.
+    gives: cuts read by getitem; chunks along a symbolic dim, parts of it that differ, and slices that leave something
+           out, stay."""
     for node in edit.calls(gm, *_CUTS):
         _one_cut(node)
     for node in list(gm.graph.nodes):
@@ -42,15 +48,20 @@ def split_ops(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _one_cut(node: fx.Node) -> None:
-    """A split, chunk or unbind as one `split_with_sizes`; None (it stays) along a symbolic dim."""
+    """A split, chunk or unbind as one `split_with_sizes`; None (it stays) along a symbolic dim, but for a split into
+    equal parts."""
     given = edit.args_of(node)
     operand = given["self"]
     rank = facts.rank(operand)
     dim = given["dim"] % rank
     unbound = node.target is aten.unbind.int
-    sizes = [1 if unbound else part.shape[dim] for part in facts.tensors(node)]
-    if not all(isinstance(size, int) for size in sizes) or sum(sizes) != facts.shape(operand)[dim]:
+    sizes: list[Any] = [1 if unbound else facts.shape(node, i)[dim] for i in range(len(facts.tensors(node)))]
+    if sum(sizes) != facts.shape(operand)[dim]:
         return  # indices that do not grow leave something out, or give it twice
+    if not all(isinstance(size, int) for size in sizes):
+        if node.target not in _BY_SIZE or len(set(sizes)) > 1:
+            return
+        sizes = [given["split_size"]] * len(sizes)
     with edit.before(node):
         cut = edit.call(node, aten.split_with_sizes.default, operand, sizes, dim)
     if not unbound:
@@ -68,31 +79,61 @@ def _cut_from_slices(node: fx.Node) -> None:
     if not facts.is_tensor(node):
         return
     for dim, total in enumerate(facts.shape(node)):
-        ranges = _ranges(node, dim, total) if isinstance(total, int) else {}
-        bounds = sorted(set(ranges.values()))
-        ends = [end for _start, end in bounds]
-        if len(bounds) < 2 or [start for start, _end in bounds] != [0, *ends[:-1]] or ends[-1] != total:
+        found = _static(node, dim, total) if isinstance(total, int) else _alike(node, dim, total)
+        if found is None:
             continue
-        first = min(ranges)
+        numbers, sizes = found
+        first = min(numbers)
         with edit.before(first):
-            sizes = [end - start for start, end in bounds]
             cut = edit.call(first, aten.split_with_sizes.default, node, sizes, dim)
-        for piece, span in ranges.items():
+        for piece, number in numbers.items():
             with edit.before(piece):
-                edit.replace(piece, edit.call(piece, operator.getitem, cut, bounds.index(span)))
+                edit.replace(piece, edit.call(piece, operator.getitem, cut, number))
 
 
-def _ranges(node: fx.Node, dim: int, total: int) -> dict[fx.Node, tuple[int, int]]:
-    """Start and end of each slice of `node` along `dim` whose bounds are numbers."""
+def _static(node: fx.Node, dim: int, total: int) -> tuple[dict[fx.Node, int], list[Any]] | None:
+    """The slices of `node` that partition its dim `dim` of `total` elements, each with the number of its part, and the
+    sizes of the parts; None where they do not."""
+    ranges = {
+        piece: (_clamped(start, total), _clamped(end, total))
+        for piece, (start, end) in _ranges(node, dim).items()
+        if isinstance(start, int) and isinstance(end, int)
+    }
+    bounds = sorted(set(ranges.values()))
+    ends = [end for _start, end in bounds]
+    if len(bounds) < 2 or [start for start, _end in bounds] != [0, *ends[:-1]] or ends[-1] != total:
+        return None
+    return {piece: bounds.index(span) for piece, span in ranges.items()}, [end - start for start, end in bounds]
+
+
+def _alike(node: fx.Node, dim: int, total: sympy.Expr) -> tuple[dict[fx.Node, int], list[Any]] | None:
+    """The same for a symbolic dim, where all parts have the same size and the first slice names it."""
+    given = _ranges(node, dim)
+    ranges = {piece: tuple(_size(bound, total, node) for bound in span) for piece, span in given.items()}
+    count = len(set(ranges.values()))
+    spans = [(total * i / count, total * (i + 1) / count) for i in range(count)]
+    if count < 2 or not all(span in spans for span in ranges.values()):
+        return None
+    named = [bound for bound in given[min(given)] if _size(bound, total, node) == spans[0][1]]
+    return ({piece: spans.index(span) for piece, span in ranges.items()}, named * count) if len(named) == 1 else None
+
+
+def _size(bound: Any, total: sympy.Expr, node: fx.Node) -> facts.Size:
+    """A bound of a slice of a symbolic dim of `node` as a size."""
+    if isinstance(bound, fx.Node):
+        return facts.as_size(bound.meta["val"], node.graph.owning_module)
+    return total if bound == INT64_MAX else bound  # type: ignore[no-any-return]  # an argument of a node
+
+
+def _ranges(node: fx.Node, dim: int) -> dict[fx.Node, tuple[Any, Any]]:
+    """Start and end, as they are given, of each slice of `node` along `dim`."""
     found = {}
     for user in node.users:
         if user.target is not aten.slice.Tensor or user.args[0] is not node:
             continue
         given = edit.args_of(user)
-        start, end = given["start"] or 0, INT64_MAX if given["end"] is None else given["end"]
-        same_dim = given["dim"] % facts.rank(node) == dim
-        if same_dim and given["step"] == 1 and isinstance(start, int) and isinstance(end, int):
-            found[user] = (_clamped(start, total), _clamped(end, total))
+        if given["dim"] % facts.rank(node) == dim and given["step"] == 1:
+            found[user] = (given["start"] or 0, INT64_MAX if given["end"] is None else given["end"])
     return found
 
 

@@ -3,6 +3,7 @@ so that nothing is sent to join them or to take them apart, and pipelines take m
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
@@ -21,11 +22,20 @@ from tests.helpers.verify import Subject, by_chance, by_recipe, by_stages, right
 WORDS, D, BATCH = 32, 8, 8
 
 
+APART: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
+    "chunk": lambda scores: scores.chunk(2),
+    "split": lambda scores: scores.split(len(scores) // 2),
+    "slices": lambda scores: (scores[: len(scores) // 2], scores[len(scores) // 2 :]),
+}
+"""Ways to take joined samples apart."""
+
+
 class Preference(nn.Module):
     """How much likelier chosen texts are than rejected ones, all in one pass through the blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: str) -> None:
         super().__init__()
+        self.apart = APART[apart]
         torch.manual_seed(0)
         self.embedding, self.head = nn.Embedding(WORDS, D), nn.Linear(D, WORDS)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(2))
@@ -36,7 +46,7 @@ class Preference(nn.Module):
         for layer in self.layers:
             h = h + layer(h)
         scores = self.head(h).log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1).sum(1)
-        better, worse = scores.chunk(2)
+        better, worse = self.apart(scores)
         return -F.logsigmoid(better - worse).mean(), better - worse
 
 
@@ -49,8 +59,8 @@ class Texts(Subject):
 
 
 @cache
-def texts() -> Subject:
-    model, ids = Preference(), torch.zeros(BATCH, 6, dtype=torch.long)
+def texts(apart: str = "chunk") -> Subject:
+    model, ids = Preference(apart), torch.zeros(BATCH, 6, dtype=torch.long)
     return Texts("preference", "train", capture(model, (ids, ids)), model.state_dict())
 
 
@@ -58,12 +68,16 @@ def layouts(made: Plan) -> set[str]:
     return {use.partition("|")[0] for node in made.nodes.values() for use in node.outs}
 
 
-def test_data_parallel_steps_send_no_samples() -> None:
-    made = by_recipe(texts(), (4,), "ddp")
-    joined, (*_, apart) = made.nodes["cat"], [node for name, node in made.nodes.items() if name.startswith("chunk")]
+@pytest.mark.parametrize("way", APART)
+def test_data_parallel_steps_send_no_samples(way: str) -> None:
+    made = by_recipe(texts(way), (4,), "ddp")
+    joined, (*_, apart) = (
+        made.nodes["cat"],
+        [node for name, node in made.nodes.items() if name.startswith(("chunk", "split"))],
+    )
     assert (joined.ins, joined.outs) == (("S0|-", "S0|-"), ("S0/2|-",))
     assert (apart.ins, apart.outs) == (("S0/2|S0/2",), ("S0|S0", "S0|S0"))
-    right(texts().verified(made))
+    right(texts(way).verified(made))
 
 
 @pytest.mark.parametrize(("mesh", "role"), [((1,), roles.nothing), ((2,), roles.zero3)])

@@ -8,6 +8,7 @@ reads itself only; an index of nothing but ranges is the identity.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -61,18 +62,40 @@ class _Indexed:
 def ranges(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops, every change of sizes spelled `reshape`.
     does: replaces an `index` some of whose indices are ranges over whole dims: by a permutation if all are, by `gather`
-           or `index_select` if one is not.
-    gives: no index that is a range over a whole dim, except where two or more other indices are no ranges."""
+           or `index_select` if others, of dims side by side, are not.
+    gives: no index that is a range over a whole dim, except where others are of dims that are apart."""
     return edit.rewrite(gm, {aten.index.Tensor: _without_ranges})
 
 
 def _without_ranges(node: fx.Node) -> fx.Node | None:
-    """An index without its ranges; None where it has none, or two or more other indices."""
+    """An index without its ranges; None where it has none, or two or more others that are apart."""
     found = _read(node)
     others = [] if found is None else [i for i, own in enumerate(found.own) if own is None]
-    if found is None or len(others) > 1 or len(others) == len(found.own):
+    if found is None or len(others) == len(found.own):
         return None
-    return _taken(found, others[0], node) if others else _turned(found, found.x, found.named, node)
+    if not others:
+        return _turned(found, found.x, found.named, node)
+    if others[-1] - others[0] >= len(others):
+        return None
+    return _taken(found if len(others) == 1 else _as_one(found, others, node), others[0], node)
+
+
+def _as_one(found: _Indexed, others: list[int], node: fx.Node) -> _Indexed:
+    """The same with the dims of indices `others`, which are side by side, as one dim (a cell of a matrix by its row and
+    column). A column that there is not is a cell that there is not, and none of another row."""
+    begin, end, at = others[0], others[-1] + 1, found.first + others[0]
+    sizes = [edit.size(found.x, dim) for dim in range(facts.rank(found.x))]
+    x = edit.call(node, aten.reshape.default, found.x, [*sizes[:at], -1, *sizes[found.first + end :]])
+    index, cells = found.indices[begin], edit.size(x, at)
+    for number in others[1:]:
+        size = sizes[found.first + number]
+        column = _from_front(found.indices[number], size, node)
+        below, above = (edit.call(node, aten.lt.Scalar, column, 0), edit.call(node, aten.ge.Scalar, column, size))
+        outside = edit.call(node, aten.bitwise_or.Tensor, below, above)
+        index = edit.call(node, aten.add.Tensor, edit.call(node, aten.mul.Tensor, index, size), column)
+        index = edit.call(node, aten.masked_fill.Scalar, index, outside, cells)
+    indices = (*found.indices[:begin], index, *found.indices[end:])
+    return replace(found, x=x, indices=indices, own=(*found.own[:begin], None, *found.own[end:]))
 
 
 def _read(node: fx.Node) -> _Indexed | None:
@@ -84,10 +107,26 @@ def _read(node: fx.Node) -> _Indexed | None:
         facts.dtype(index).itemsize == 1 for index in indices
     ):
         return None
+    indices = _unexpanded(indices)
     rank = max(facts.rank(index) for index in indices)
     own = [_along(index, facts.shape(x)[place], rank) for index, place in zip(indices, places, strict=True)]
     found = _Indexed(x, places[0], indices, tuple(own), rank)
     return found if len(set(found.named)) == len(found.named) else None
+
+
+def _unexpanded(indices: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
+    """The indices, as they were before they were expanded where another one has these sizes too."""
+    for place, index in enumerate(indices):
+        if (given := edit.call_of(index, aten.expand.default)) is not None:
+            narrow: tuple[Any, ...] = (*indices[:place], given.args[0], *indices[place + 1 :])
+            indices = narrow if _block(narrow) == _block(indices) else indices
+    return indices
+
+
+def _block(indices: tuple[fx.Node, ...]) -> tuple[facts.Size, ...]:
+    """The sizes that indices are broadcast to, last dim first."""
+    aligned = zip_longest(*(reversed(facts.shape(index)) for index in indices), fillvalue=1)
+    return tuple(next((n for n in sizes if n != 1), 1) for sizes in aligned)
 
 
 def _along(index: fx.Node, size: facts.Size, rank: int) -> int | None:

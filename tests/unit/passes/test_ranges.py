@@ -44,6 +44,15 @@ FORMS = {
     ],
     "two dims of all": lambda x, last: x[rows(x)[:, None, None], torch.tensor([[2, 0, 2], [1, 1, 3]])],
     "two dims, turned": lambda x, last: x[rows(x), last % 5 + torch.arange(4).view(2, 2, 1)],
+    "two dims of each, ranges expanded": lambda x, last: x[
+        rows(x).view(-1, 1, 1).repeat(1, 2, 3),
+        last[:, None, None] % 5 + torch.arange(2)[:, None] + torch.tensor([0, 1, 1]),
+    ],
+    "several of each, both expanded": lambda x, last: x[rows(x)[:, None].expand(-1, 2), last[:, None].expand(-1, 2)],
+    "two others": lambda x, last: x[rows(x), last, last % 2],
+    "two others in front": lambda x, last: x.mT.expand(2, -1, -1, -1).permute(0, 3, 1, 2)[last % 2, last, rows(x)],
+    "two others, from the end": lambda x, last: x[rows(x)[:, None], last[:, None] - 4, torch.tensor([-1, 0, 1])],
+    "two others between": lambda x, last: x.unsqueeze(1).expand(-1, 2, -1, -1)[rows(x), last % 2, last],
     "the largest": lambda x, last: (
         x[rows(x), x.sum(-1).argmax(-1)] + x[rows(x)[:, None], x.sum(-1).topk(2).indices].sum(1)
     ),
@@ -53,7 +62,7 @@ OTHERS = {
     "range from 1": lambda x, last: x[torch.arange(1, x.shape[0] + 1) % 2, last],
     "backwards": lambda x, last: x[rows(x).flip(0), last],
     "not neighbours": lambda x, last: x[rows(x), :, last % 2],
-    "two others": lambda x, last: x[rows(x), last, last % 2],
+    "others around a range": lambda x, last: x.permute(1, 0, 2)[last, rows(x), last % 2],
     "a range between two dims": lambda x, last: x[
         rows(x)[:, None], last[None, :, None] % 2 + torch.arange(2)[:, None, None] + torch.tensor([0, 1])
     ],
@@ -89,6 +98,21 @@ def test_ranges_are_gone(form):
 )
 def test_numbers_that_may_be_below_0_count_from_the_end(form, wrapped):
     assert len(normalized(form).graph.find_nodes(op="call_function", target=aten.where.self)) == wrapped
+
+
+@pytest.mark.parametrize("column", [7, 12, -8])
+def test_cells_outside_of_a_matrix_are_refused(column):
+    gm = run(export_graph(Cells(), (torch.randn(4, 5, 7), torch.tensor([6, 0, 3, 1])), {}, {}), NORMALIZE)
+    assert not gm.graph.find_nodes(op="call_function", target=aten.index.Tensor)
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        gm(torch.randn(4, 5, 7), torch.tensor([0, 0, column, 0]))
+
+
+class Cells(nn.Module):
+    """One cell of the matrix of each sample, in the second row."""
+
+    def forward(self, x, column):
+        return x[rows(x), torch.ones_like(column), column].sum()
 
 
 @pytest.mark.parametrize("form", OTHERS)

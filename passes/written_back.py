@@ -1,6 +1,7 @@
 """Selected rows that are written back to where they were selected, as `where(mask, new rows, old rows)` on all rows.
 
     h[h > 0] *= 2,  x[mask] = f(x[mask]),  x.masked_scatter(mask, f(x[mask]))
+    labels[labels == pad] = -100,  frames[spans] = token    (the same for all rows)
 
 Loops over experts are also written like this; passes.expert_loops runs before and replaces them.
 """
@@ -19,10 +20,23 @@ aten = torch.ops.aten
 def written_back(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional operators; loops over experts found.
     does: finds values computed row by row on the rows that a mask selects, and written or added to the rows of that
-           mask.
+           mask; and values that are the same for all its rows.
     gives: the same computation on all rows, without sizes that depend on data; other uses of selected rows stay as they
            are."""
+    gm = edit.rewrite(gm, {aten.index_put.default: _filled})
     return taken(gm, {aten.index_put.default: _written, aten.masked_scatter.default: _scattered})
+
+
+def _filled(node: fx.Node) -> fx.Node | None:
+    """A write of the same number, or the same row, to all positions of a mask."""
+    given = edit.args_of(node)
+    base, values, mask = given["self"], given["values"], mask_of_places(given["indices"])
+    if mask is None or given["accumulate"] or facts.rank(values) > facts.rank(base) - facts.rank(mask):
+        return None
+    wide = widened(mask, base, node)
+    if (number := edit.call_of(values, aten.scalar_tensor.default)) is not None:
+        return edit.call(node, aten.masked_fill.Scalar, base, wide, number.args[0])
+    return edit.call(node, aten.where.self, wide, values, base) if facts.dtype(values) == facts.dtype(base) else None
 
 
 def _written(node: fx.Node, known: Known) -> fx.Node | None:

@@ -30,7 +30,6 @@ FORMS = {
 }
 OTHERS = {
     "added to a mask": lambda x, marks, rows: x.index_put([marks], rows.reshape(-1, D), accumulate=True),
-    "one row for all": lambda x, marks, rows: _written(x.clone(), marks, rows[0, 0]),
     "a sample's rows": lambda x, marks, rows: x.index_put([marks[:, 0]], rows[:0, :1].expand(0, 8, D)),
     "single numbers": lambda x, marks, rows: x.masked_scatter(marks.unsqueeze(-1) & (x > 0), rows),
     "of another batch": lambda x, marks, rows: x.masked_scatter(marks.unsqueeze(-1), rows[:2]),

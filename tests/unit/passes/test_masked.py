@@ -129,3 +129,32 @@ def test_gradients_that_may_be_infinite_are_left_alone(loss: Callable[..., objec
     assert "aten.index.Tensor" in targets(gm) and [
         node for node in edit.calls(gm) for held in facts.tensors(node) if free_unbacked_symbols(list(held.shape))
     ]
+
+
+def _numbers(net: Picks, h: Tensor, y: Tensor, m: Tensor) -> object:
+    h, y = h.clone(), y.clone()
+    h[h > 0.5] = -1.5
+    y[m] = 1
+    h[y == 2] = 3
+    return F.cross_entropy(h.flatten(0, -2), y.flatten())
+
+
+def _one_row(net: Picks, h: Tensor, y: Tensor, m: Tensor) -> object:
+    h = h * 2
+    h[m] = net.linear.bias
+    h[y == 1] = net.norm.weight[0].exp()
+    return h.index_put((y == 3).nonzero(as_tuple=True), net.linear.bias * 2).sin().mean()
+
+
+@pytest.mark.parametrize("write", [_numbers, _one_row])
+@pytest.mark.parametrize("sizes", [(4, 6), (24,)], ids=str)
+def test_the_same_for_all_rows_of_a_mask_is_pointwise(write: Callable[..., object], sizes: tuple[int, ...]) -> None:
+    """Labels of padding, mask tokens: an index by a mask would be computed whole on every rank."""
+    torch.manual_seed(0)
+    x = torch.randn(*sizes, D, dtype=torch.float64)
+    model, inputs = Picks(write), {"x": x, "y": torch.randint(0, D, sizes), "m": torch.rand(sizes) < 0.5}
+    dims = dict(enumerate((B, S)[: len(sizes)]))
+    gm = run(export_graph(model, (), inputs, dict.fromkeys(inputs, dims)), NORMALIZE)
+    check_values(gm)
+    assert_same(gm, model, inputs, 1e-10)
+    assert not {"aten.index_put.default", "aten.nonzero.default"} & set(targets(gm))

@@ -303,6 +303,7 @@ FINITE_AT_ZERO = (
     aten.eq.Scalar,
     aten.eq.Tensor,
     aten.exp.default,
+    aten.full_like.default,
     aten.ge.Scalar,
     aten.gelu.default,
     aten.gt.Scalar,
@@ -318,6 +319,7 @@ FINITE_AT_ZERO = (
     aten.ne.Scalar,
     aten.ne.Tensor,
     aten.neg.default,
+    aten.ones_like.default,
     aten.relu.default,
     aten.rsub.Scalar,
     aten.sigmoid.default,
@@ -328,6 +330,7 @@ FINITE_AT_ZERO = (
     aten.sub.Tensor,
     aten.tanh.default,
     aten.to.dtype,
+    aten.zeros_like.default,
 )
 """Pointwise operators whose derivatives are finite at zero: rows that are not selected may be set to zero before
 them."""

@@ -56,6 +56,11 @@ LOSSES: dict[str, Callable[..., object]] = {
     ),
     "likelihoods": lambda net, h, y, m: F.nll_loss(F.log_softmax(h, -1)[m], y[m]),
     "squares": lambda net, h, y, m: F.mse_loss(h[m], h.detach().flip(-1)[m]),
+    "against constants": lambda net, h, y, m: (
+        F.binary_cross_entropy_with_logits(h[m], torch.ones_like(h[m]))
+        + (h[m] - torch.full_like(h[m], 0.5)).abs().mean()
+        + F.mse_loss(h[m], torch.zeros_like(h[m]))
+    ),
     "squares of each": lambda net, h, y, m: ((h[m] - h.detach().cos()[m]) ** 2).mean(),
     "elements": lambda net, h, y, m: (
         torch.masked_select(h.square().sum(-1), m).mean(),

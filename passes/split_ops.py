@@ -82,18 +82,19 @@ def _cut_from_slices(node: fx.Node) -> None:
         found = _static(node, dim, total) if isinstance(total, int) else _alike(node, dim, total)
         if found is None:
             continue
-        numbers, sizes = found
-        first = min(numbers)
+        spans, sizes = found
+        first = min(spans)
         with edit.before(first):
             cut = edit.call(first, aten.split_with_sizes.default, node, sizes, dim)
-        for piece, number in numbers.items():
+        for piece, span in spans.items():
             with edit.before(piece):
-                edit.replace(piece, edit.call(piece, operator.getitem, cut, number))
+                parts = [edit.call(piece, operator.getitem, cut, number) for number in span]
+                edit.replace(piece, parts[0] if len(parts) == 1 else edit.call(piece, aten.cat.default, parts, dim))
 
 
-def _static(node: fx.Node, dim: int, total: int) -> tuple[dict[fx.Node, int], list[Any]] | None:
-    """The slices of `node` that partition its dim `dim` of `total` elements, each with the number of its part, and the
-    sizes of the parts; None where they do not."""
+def _static(node: fx.Node, dim: int, total: int) -> tuple[dict[fx.Node, range], list[Any]] | None:
+    """The slices of `node` that partition its dim `dim` of `total` elements, each with the numbers of its parts, and
+    the sizes of the parts; None where they do not."""
     ranges = {
         piece: (_clamped(start, total), _clamped(end, total))
         for piece, (start, end) in _ranges(node, dim).items()
@@ -103,19 +104,26 @@ def _static(node: fx.Node, dim: int, total: int) -> tuple[dict[fx.Node, int], li
     ends = [end for _start, end in bounds]
     if len(bounds) < 2 or [start for start, _end in bounds] != [0, *ends[:-1]] or ends[-1] != total:
         return None
-    return {piece: bounds.index(span) for piece, span in ranges.items()}, [end - start for start, end in bounds]
+    spans = {piece: range(number := bounds.index(span), number + 1) for piece, span in ranges.items()}
+    return spans, [end - start for start, end in bounds]
 
 
-def _alike(node: fx.Node, dim: int, total: sympy.Expr) -> tuple[dict[fx.Node, int], list[Any]] | None:
-    """The same for a symbolic dim, where all parts have the same size and the first slice names it."""
+def _alike(node: fx.Node, dim: int, total: sympy.Expr) -> tuple[dict[fx.Node, range], list[Any]] | None:
+    """The same for a symbolic dim, where all parts have the same size, which the first slice names; a slice may be
+    several of them."""
     given = _ranges(node, dim)
-    ranges = {piece: tuple(_size(bound, total, node) for bound in span) for piece, span in given.items()}
-    count = len(set(ranges.values()))
-    spans = [(total * i / count, total * (i + 1) / count) for i in range(count)]
-    if count < 2 or not all(span in spans for span in ranges.values()):
+    ranges = {piece: [_size(bound, total, node) for bound in span] for piece, span in given.items()}
+    if len(ranges) < 2:
         return None
-    named = [bound for bound in given[min(given)] if _size(bound, total, node) == spans[0][1]]
-    return ({piece: spans.index(span) for piece, span in ranges.items()}, named * count) if len(named) == 1 else None
+    for named, each in zip(given[min(ranges)], ranges[min(ranges)], strict=True):
+        if not isinstance(named, fx.Node) or not (many := sympy.cancel(total / each)).is_Integer:
+            continue
+        spans = {piece: [sympy.cancel(bound / each) for bound in span] for piece, span in ranges.items()}
+        if all(bound.is_Integer for span in spans.values() for bound in span):
+            found = {piece: range(*map(int, span)) for piece, span in spans.items()}
+            numbers = [number for span in set(found.values()) for number in span]
+            return (found, [named] * int(many)) if sorted(numbers) == list(range(many)) else None
+    return None
 
 
 def _size(bound: Any, total: sympy.Expr, node: fx.Node) -> facts.Size:

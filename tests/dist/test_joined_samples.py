@@ -120,3 +120,35 @@ def test_heads_of_as_many_samples_are_not_joined_samples() -> None:
     program = read(captured.gm, captured.hints, training=True)
     table = table_of(program, 2, sections_of(program), None)
     assert not any("S0/" in str(use) for options in table.values() for option in options for use in option.outs)
+
+
+class Unlabelled(nn.Module):
+    """FixMatch: classes of samples with labels, and agreement of two views of others, all in one pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.map = nn.Linear(D, D)
+
+    def forward(self, x: Tensor, weak: Tensor, strong: Tensor) -> Tensor:
+        joined = self.map(torch.cat([x, weak, strong]).to(self.map.weight.dtype))
+        known, (seen, changed) = joined[: len(x)], joined[len(x) :].chunk(2)
+        guess = seen.detach().softmax(-1)
+        return F.cross_entropy(known, x.argmax(-1)) - (guess * changed.log_softmax(-1)).sum(-1).mean()
+
+
+def test_slices_of_several_parts_stay_in_sections() -> None:
+    model, views = Unlabelled(), tuple(torch.zeros(BATCH, D, dtype=torch.long) for _ in range(3))
+    who = Views("unlabelled", "train", capture(model, views), model.state_dict())
+    made = by_recipe(who, (2,), "ddp")
+    assert not any(use.startswith("R|") for name in made.nodes if "cat" in name for use in made.nodes[name].outs)
+    assert {"S0/3", "S0/2"} <= layouts(made)
+    right(who.verified(made))
+
+
+class Views(Subject):
+    """A subject of three views of samples."""
+
+    def batch(self, batch: int = BATCH, seq: int = D) -> dict[str, Tensor]:
+        draw = torch.Generator().manual_seed(1)
+        return {name: torch.randint(9, (batch, D), generator=draw) for name in self.captured.input_names}

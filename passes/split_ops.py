@@ -130,7 +130,7 @@ def _size(bound: Any, total: sympy.Expr, node: fx.Node) -> facts.Size:
     """A bound of a slice of a symbolic dim of `node` as a size."""
     if isinstance(bound, fx.Node):
         return facts.as_size(bound.meta["val"], node.graph.owning_module)
-    return total if bound == INT64_MAX else bound  # type: ignore[no-any-return]  # an argument of a node
+    return total if bound == INT64_MAX else bound
 
 
 def _ranges(node: fx.Node, dim: int) -> dict[fx.Node, tuple[Any, Any]]:

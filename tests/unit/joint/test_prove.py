@@ -16,7 +16,7 @@ from autopar.errors import InfeasibleError
 from autopar.joint import background_proof, plan
 from autopar.joint.effort import CLOSEST
 from autopar.joint.pricing import Pricing
-from autopar.joint.prove import CLOSER_LOOKS, CLOSEST_LOOKS, FEW_CLAIMS, GLANCE_LOOKS, Prover, proven_s
+from autopar.joint.prove import CLOSER_LOOKS, CLOSEST_LOOKS, FEW_CLAIMS, GLANCE_LOOKS, LOOKS, Prover, proven_s
 from autopar.joint.relaxed_bounds import cut_s
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shape_bounds import Timed
@@ -108,13 +108,14 @@ def test_shapes_are_looked_at_closer_one_by_one_the_others_together_from_the_beg
         )
     )
     claim = max(prover.claims(), key=lambda claim: len(claim.shapes))
-    for _ in range(GLANCE_LOOKS):
+    looks = sum(together for together, _ in LOOKS)
+    for _ in range(looks):
         (claim,) = prover.closer(claim, math.inf)
     first, others = prover.closer(claim, math.inf)
     assert (
         first.shapes + others.shapes == claim.shapes
         and len(first.shapes) == 1
-        and (first.looks, others.looks) == (GLANCE_LOOKS + 1, 0)
+        and (first.looks, others.looks) == (looks + 1, 0)
     )
     assert first.bound_s >= claim.bound_s == others.bound_s
     (closer,) = prover.closer(first, math.inf)

@@ -69,6 +69,11 @@ def _one(text: str, whole: str) -> Cluster:
 
 def resize(cluster: Cluster, sizes: str, text: str) -> Cluster:
     """`cluster` with the level sizes `"8x8"`; fewer sizes than levels mean one of each outer level."""
+    if cluster.parts:
+        raise ClusterError(
+            f"cluster {text!r}: {cluster.label} has parts of {' and '.join(part.label for part in cluster.parts)}, "
+            f"each with sizes of its own, so {sizes!r} cannot be said of all of it; write the sizes into the file"
+        )
     found = sizes_of(sizes)
     if found is None or len(found) > len(cluster.levels):
         names = " x ".join(level.name for level in cluster.levels)

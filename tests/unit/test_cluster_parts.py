@@ -152,6 +152,14 @@ def test_a_file_lists_parts_and_what_joins_them(tmp_path: Path) -> None:
     assert Cluster.from_dict(cluster.to_dict()) == cluster
 
 
+def test_a_file_of_parts_takes_no_sizes(tmp_path: Path) -> None:
+    """Its levels were of these sizes, its parts of their own: a cluster of 4 devices was planned for 32."""
+    path = tmp_path / "ours.toml"
+    path.write_text(FILE)
+    with pytest.raises(ClusterError, match=r"ours has parts of h100:2x8 and old:4x4, each with sizes .* '1x4' cannot"):
+        Cluster.parse(f"{path}:1x4")
+
+
 def test_a_file_may_be_a_part(tmp_path: Path) -> None:
     path = tmp_path / "lone.toml"
     path.write_text('name = "lone"\nbase = "l4:1x4"\n')

@@ -13,24 +13,30 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import CaptureError
-from autopar.text import near
+from autopar.text import first_line, near
+
+QUANTISED = ("quantization_config", "compression_config")
+"""What configs of quantised weights have."""
 
 
 def build_model(where: str) -> nn.Module:
     """The model of a config file (or of the config.json in a folder), with fresh weights on torch's default device.
 
     The class is the first of `architectures`. Attention is scaled_dot_product_attention where the class has it, and no
-    key-value cache is kept. Raises CaptureError when the file or the class is not there or they do not fit together.
+    key-value cache is kept. Raises CaptureError when the file or the class is not there, they do not fit together, or
+    the weights are quantised.
     """
     path = config_path(where)
     values = read_config(path)
     transformers = import_transformers(f"hf:{where}")
     model_class = architecture(transformers, values, path)
+    check_whole_weights(values, path)
     with quiet(transformers):
         config = make_config(transformers, values, path)
+        check_class(transformers, model_class, config, path)
         if hasattr(config, "use_cache"):
             config.use_cache = False
-        model: Any = model_class(config)
+        model: Any = make_model(model_class, config, path)
     if model.loss_type is None:  # a class name that transformers cannot read: it would take this one and warn
         model.loss_type = "ForCausalLM"
     found: nn.Module = model
@@ -38,10 +44,12 @@ def build_model(where: str) -> nn.Module:
 
 
 def stated_dtype(where: str) -> str | None:
-    """The dtype that a config file says its weights are in, as "bfloat16"; None where it says none."""
+    """The dtype that a config file says its weights are in, as "bfloat16", or those of the part that reads text where
+    only that says one (Qwen3-VL); None where none is said."""
     values = read_config(config_path(where))
-    stated = values.get("dtype", values.get("torch_dtype"))
-    return stated if isinstance(stated, str) else None
+    parts = [values, values.get("text_config")]
+    found = [part.get(name) for part in parts if isinstance(part, dict) for name in ("dtype", "torch_dtype")]
+    return next((stated for stated in found if isinstance(stated, str)), None)
 
 
 def config_path(where: str) -> Path:
@@ -98,8 +106,44 @@ def make_config(transformers: Any, values: dict[str, Any], path: Path) -> Any:
     strict = importlib.import_module("huggingface_hub.errors").StrictDataclassError
     try:
         return transformers.CONFIG_MAPPING[kind].from_dict(values)
-    except (TypeError, ValueError, KeyError, strict) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, strict) as error:
         raise CaptureError(f"{path}: {kind} refuses these values: {error}") from error
+
+
+def check_whole_weights(values: dict[str, Any], path: Path) -> None:
+    """Raise CaptureError where a config says that its weights are quantised: the model is made without, and would be
+    priced with several times the bytes."""
+    for name in QUANTISED:
+        if values.get(name):
+            raise CaptureError(
+                f'{path} has a "{name}", and weights are planned as they are before they are quantised, in one dtype: '
+                "take it out of the file to plan the model so"
+            )
+
+
+def check_class(transformers: Any, model_class: Any, config: Any, path: Path) -> None:
+    """Raise CaptureError where a model class is for another kind of config, unless transformers itself makes it of that
+    one: it would take what both have, and leave out the rest."""
+    wanted, auto = model_class.config_class, vars(transformers.models.auto.modeling_auto)
+    made = [auto[name].get(config.model_type, ()) for name in auto if name.endswith("_MAPPING_NAMES")]
+    if not isinstance(config, wanted) and not any(
+        model_class.__name__ in ([names] if isinstance(names, str) else names) for names in made
+    ):
+        raise CaptureError(
+            f"{path}: {model_class.__name__} is made of a {wanted.__name__} (model_type "
+            f"{wanted.model_type!r}), and model_type {config.model_type!r} is a {type(config).__name__}: make "
+            '"model_type" and "architectures" those of one model'
+        )
+
+
+def make_model(model_class: Any, config: Any, path: Path) -> Any:
+    """The model of a config."""
+    try:
+        return model_class(config)
+    except (ImportError, TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError) as error:
+        raise CaptureError(
+            f"{path}: {model_class.__name__} cannot be made of these values: {first_line(error)}"
+        ) from error
 
 
 def import_transformers(what: str) -> Any:

@@ -94,10 +94,14 @@ def load(
 
 def stated_precision(spec: str, *, train: bool) -> str | None:
     """The precision that a spec asks for by itself: bfloat16 where a Hugging Face config says so, in training with
-    float32 masters, else float32; None for a factory, whose model has the dtype that it is made in."""
+    float32 masters, and float16 in inference (to train in it takes a scaler, which has to be asked for), else float32;
+    None for a factory, whose model has the dtype that it is made in."""
     if not spec.startswith(HF):
         return None
-    return ("bf16" if train else "bfloat16") if stated_dtype(spec.removeprefix(HF)) == "bfloat16" else "float32"
+    stated = stated_dtype(spec.removeprefix(HF))
+    if stated == "bfloat16":
+        return "bf16" if train else "bfloat16"
+    return "float16" if stated == "float16" and not train else "float32"
 
 
 def short_name(spec: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autopar.errors import CaptureError
-from autopar.frontend.huggingface import build_model
+from autopar.frontend.huggingface import build_model, check_class
 from tests.helpers.tiny import DEEP, ROOT, TINY
 
 CONFIGS = ROOT / "models" / "hf"
@@ -92,6 +92,16 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
         (LLAMA | {"model_type": "lama"}, ["no \"model_type\" 'lama'", "llama"]),
         (LLAMA | {"hidden_size": "large"}, ["llama refuses these values", "hidden_size"]),
         (LLAMA | {"hidden_size": 100, "num_attention_heads": 3}, ["llama refuses these values"]),
+        (LLAMA | {"torch_dtype": "torch.bfloat16"}, ["llama refuses these values", "torch.bfloat16"]),
+        (
+            {"model_type": "bert", "architectures": ["RobertaForMaskedLM"]},
+            [
+                "RobertaForMaskedLM is made of a RobertaConfig (model_type 'roberta')",
+                "model_type 'bert' is a BertConfig",
+            ],
+        ),
+        (LLAMA | {"quantization_config": {"quant_method": "fp8"}}, ['"quantization_config"', "take it out"]),
+        (LLAMA | {"pad_token_id": 32000}, ["LlamaForCausalLM cannot be made of these values", "Padding_idx"]),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, text, words):
@@ -101,6 +111,16 @@ def test_what_is_wrong_is_said(tmp_path, text, words):
         build_model(str(path))
     for word in (*words, str(path)):
         assert word in str(error.value)
+
+
+def test_a_config_of_another_model_whose_class_transformers_takes():
+    import transformers
+
+    auto = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    kind = next(kind for kind, name in auto.items() if name == "LlamaForCausalLM" and kind != "llama")
+    config = transformers.CONFIG_MAPPING[kind]()
+    assert not isinstance(config, transformers.LlamaConfig)
+    check_class(transformers, transformers.LlamaForCausalLM, config, CONFIGS)
 
 
 def test_missing_file_is_said(tmp_path):

@@ -51,6 +51,11 @@ def test_a_config_says_in_what_precision(tmp_path):
     assert stated_precision(TINY["gpt"], train=False) is None  # that of the model which the factory makes
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "torch_dtype": "bfloat16"}')
     assert stated_precision(f"hf:{tmp_path}", train=True) == "bf16"
+    for text in ('{"dtype": null, "torch_dtype": "bfloat16"}', '{"text_config": {"dtype": "bfloat16"}}'):
+        (tmp_path / "config.json").write_text(text)
+        assert stated_precision(f"hf:{tmp_path}", train=True) == "bf16"
+    (tmp_path / "config.json").write_text('{"torch_dtype": "float16"}')
+    assert [stated_precision(f"hf:{tmp_path}", train=train) for train in (True, False)] == ["float32", "float16"]
     with pytest.raises(CaptureError, match="no Hugging Face config file"):
         stated_precision("hf:nowhere.json", train=True)
 

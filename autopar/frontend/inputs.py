@@ -16,6 +16,7 @@ from autopar.frontend.draw import MAIN, PASS_THEM, Draw, number, of_text
 from autopar.frontend.labels import IGNORED, labels_for
 
 POSITIONS = ("max_position_embeddings", "max_target_positions")  # what configs call the number of positions of text
+TABLE = ".position_embeddings"  # what the table of positions is called that has a row of padding
 MARKS = ("token_type_ids", "mm_token_type_ids")  # which tokens are those of images, where models want to be told
 MATCHES = "return_loss"  # what CLIP and its kin take for labels: each sample's text belongs to its image
 Inputs = tuple[tuple[object, ...], dict[str, object]]
@@ -116,10 +117,16 @@ def is_hugging_face(model: nn.Module) -> bool:
 def max_positions(model: nn.Module) -> int | None:
     """The longest sequence that a Hugging Face model's config allows, in tokens; None if it sets no bound.
 
-    Export needs it as the upper end of the sequence dim where positions are a slice of a buffer, as in BERT.
+    Export needs it as the upper end of the sequence dim where positions are a slice of a buffer, as in BERT. Models of
+    RoBERTa's kin count from behind the row of padding: 512 tokens of 514 positions.
     """
     config: Any = getattr(model, "config", None)
     each = [getattr(of_text(config), name, None) for name in POSITIONS]
+    each += [
+        table.num_embeddings - table.padding_idx - 1
+        for name, table in model.named_modules()
+        if name.endswith(TABLE) and isinstance(table, nn.Embedding) and table.padding_idx is not None
+    ]
     return min((allowed for allowed in each if isinstance(allowed, int) and allowed > 0), default=None)
 
 

@@ -50,7 +50,13 @@ def _token_classes(draw: Draw) -> Made:
 
 
 def _classes(draw: Draw) -> Made:
-    return {"labels": draw.integers(draw.config.num_labels, draw.b)}
+    """A class of each sample; where the config says so, numbers, or which of all classes it has."""
+    many, kind = draw.config.num_labels, getattr(draw.config, "problem_type", None)
+    if kind == "regression":
+        return {"labels": draw.normal(draw.b, *([many] if many > 1 else []))}
+    if kind == "multi_label_classification":
+        return {"labels": draw.normal(draw.b, many).gt(0).float()}
+    return {"labels": draw.integers(many, draw.b)}
 
 
 def _pixel_classes(draw: Draw) -> Made:

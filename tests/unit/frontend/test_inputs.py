@@ -85,6 +85,30 @@ def test_sound():
         inputs_for(whisper, batch=2, seq=17)
 
 
+@pytest.mark.parametrize(
+    "kind, many, shape", [("regression", 1, (4,)), ("regression", 3, (4, 3)), ("multi_label_classification", 3, (4, 3))]
+)
+def test_labels_are_of_the_kind_of_problem_that_a_config_says(kind, many, shape):
+    """They were numbers of classes, which multi-label losses refuse."""
+    values = {**SMALL, "vocab_size": 50, "num_labels": many, "problem_type": kind}
+    kwargs = inputs_for(hugging_face("BertForSequenceClassification", "BertConfig", **values), batch=4, seq=9)[1]
+    assert kwargs["labels"].shape == shape and kwargs["labels"].dtype == torch.float32
+    real = hugging_face("BertForSequenceClassification", "BertConfig", **values).to_empty(device="cpu")
+    real.init_weights()
+    labels = inputs_for(real, batch=4, seq=9)[1]["labels"]
+    assert kind == "regression" or set(labels.unique().tolist()) == {0.0, 1.0}
+    assert real(input_ids=torch.ones(4, 9, dtype=torch.long), labels=labels).loss.isfinite()
+
+
+def test_positions_behind_that_of_padding():
+    """Sequences of all the rows of the table were planned, and found no position on ranks."""
+    values = {**SMALL, "vocab_size": 50, "max_position_embeddings": 18, "pad_token_id": 1}
+    roberta = hugging_face("RobertaForMaskedLM", "RobertaConfig", **values)
+    assert inputs_for(roberta, batch=2, seq=16)[1]["input_ids"].shape == (2, 16)
+    with pytest.raises(CaptureError, match="RobertaForMaskedLM has 16 positions, got a sequence of 17"):
+        inputs_for(roberta, batch=2, seq=17)
+
+
 def test_waves_of_sound_become_as_many_frames_as_there_are_tokens():
     config = {
         **SMALL,

@@ -28,13 +28,14 @@ NAMES = {"b": "batch", "s": "sequence"}
 LOOKED_AT = 4_000_000
 """Larger sizes are shown as "over": a little less than will_it_fit.LARGEST, where the search for the largest size
 ends, because that may be no multiple of what a strategy divides by."""
-OF_A_PLAN = ("--shown", "--json")
+SHOWN = "--shown"
+OF_A_PLAN = (SHOWN, "--json")
 """The options that go with a plan file; all others ask for what a plan says already."""
 
 
 def memory_command(asked: Asked, recipes: Sequence[str], shown: int, json: str | None, given: Sequence[str]) -> None:
     """The table of strategies for a model, or the breakdown of a plan file. Raises PlanError where a plan is `given`
-    options of a model."""
+    options of a model, or a model those of a plan."""
     if _is_plan(asked.model):
         if idle := [option for option in given if option not in OF_A_PLAN]:
             raise PlanError(
@@ -43,6 +44,8 @@ def memory_command(asked: Asked, recipes: Sequence[str], shown: int, json: str |
             )
         plan_memory(Path(asked.model), shown, json)
         return
+    if SHOWN in given:
+        raise PlanError(f"{SHOWN}: tensors are shown of the peak of a plan, and {asked.model} is a model; leave it out")
     with progress(f"memory of {asked.model}") as tell:
         survey = _survey(asked, recipes, tell)
         rows = []

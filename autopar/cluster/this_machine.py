@@ -40,16 +40,22 @@ def here() -> str:
     """`"h100:1x8"` for the CUDA devices of this machine, else `"cpu:1x4"` for its cores.
 
     On ranks, their number is that of the process group, or WORLD_SIZE before there is one; LOCAL_WORLD_SIZE says how
-    many are on each node, else as many as there are devices. Raises ClusterError for a device without a preset,
-    RunError where the variables are no numbers.
+    many are on each node, else as many as there are devices. Raises ClusterError for a device without a preset and for
+    devices of several kinds, RunError where the variables are no numbers.
     """
     import torch  # only here: a cluster is plain data everywhere else
     import torch.distributed as dist
 
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else torchrun.ranks()
     if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        return f"{match(properties.name, properties.total_memory)}:{_sizes(ranks, torch.cuda.device_count())}"
+        each = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        kinds = list(dict.fromkeys(match(device.name, device.total_memory) for device in each))
+        if len(kinds) > 1:
+            raise ClusterError(
+                f"cluster 'here': this machine has devices of several kinds, {' and '.join(kinds)}; show those of one "
+                "kind (CUDA_VISIBLE_DEVICES), or name the cluster that is meant"
+            )
+        return f"{kinds[0]}:{_sizes(ranks, len(each))}"
     return f"cpu:{_sizes(ranks, cores_here())}"
 
 

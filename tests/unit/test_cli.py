@@ -144,6 +144,7 @@ def test_what_needs_no_torch_does_not_wait_for_it() -> None:
             ("memory", "plan.json", "--batch", "8", "--cluster", "cpu:1x4", "--shown", "3"),
             "--cluster, --batch: plan.json is a plan, which has its own cluster, sizes",
         ),
+        (("memory", "models/mlp.py:tiny", "--shown", "3"), "--shown: tensors are shown of the peak of a plan"),
         (
             ("memory", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "fast"),
             "unknown recipe 'fast'; known are single, ddp",

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+import types
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,20 @@ def test_here_is_a_cluster_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> N
     assert Cluster.parse("here").devices == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(ClusterError, match="WORLD_SIZE 8 is not a multiple of LOCAL_WORLD_SIZE 3"):
+        here()
+
+
+def test_here_has_devices_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All were taken for the first one."""
+    import torch
+
+    devices = [types.SimpleNamespace(name="NVIDIA L40S", total_memory=48e9)] * 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: devices[index])
+    assert here() == "l40s:1x2"
+    devices.append(types.SimpleNamespace(name="NVIDIA L4", total_memory=24e9))
+    with pytest.raises(ClusterError, match="'here': this machine has devices of several kinds, l40s and l4; show"):
         here()
 
 

@@ -30,18 +30,30 @@ EXAMPLES = {
 WRITTEN, READ = "FILE", ("PLAN", "OLD", "NEW", "MODEL|PLAN")
 """The metavars of options that name a file to write, and of arguments that name a plan to read."""
 
+SOURCES = {"model": "MODEL", "cluster": "--cluster", "rules": "--rules"}
+"""What else names a file to read: parameter of a command -> what a message calls it."""
+
 
 class Command(TyperCommand):
     """A command that writes no two results into one file, and none over a file that it reads."""
 
     def invoke(self, context: Any) -> Any:
         """Run the command. Raises PlanError where a file is named twice."""
-        named = {path: name for name, path in self._files(context, "argument")}
+        named = {path: name for name, path in (*self._sources(context), *self._files(context, "argument"))}
         for name, path in self._files(context, "option"):
             other = named.setdefault(path, name)
             if other != name:
                 raise PlanError(f"{other} and {name} are both {path.name}; wanted another file for {name}")
         return super().invoke(context)
+
+    def _sources(self, context: Any) -> Iterator[tuple[str, Path]]:
+        """The files of the user's own that a command reads, the model's, the cluster's and that of rules, with the name
+        of what names each."""
+        for key, name in SOURCES.items():
+            text = str(context.params.get(key) or "").removeprefix("hf:")
+            for where in (text, text.rpartition(":")[0], f"{text}/config.json"):  # a file; a part of it; a folder
+                if where and Path(where).is_file():
+                    yield name, Path(where).resolve()
 
     def _files(self, context: Any, kind: str) -> Iterator[tuple[str, Path]]:
         """The files that arguments, or options, name, with the name of each. Devices are none: many may write there."""

@@ -162,6 +162,14 @@ def test_what_needs_no_torch_does_not_wait_for_it() -> None:
             "--output and --json are both -; wanted another file for --json",
         ),
         (("explain", "README.md", "--json", "docs/../README.md"), "PLAN and --json are both README.md; wanted another"),
+        (
+            ("plan", "hf:models/hf/tiny/gpt2.json", "--precision", "int3", "-o", "models/hf/tiny/gpt2.json"),
+            "MODEL and --output are both gpt2.json; wanted another file for --output",
+        ),
+        (
+            ("plan", "models/mlp.py:tiny", "--precision", "int3", "--json", "models/mlp.py"),
+            "MODEL and --json are both mlp.py; wanted another file for --json",
+        ),
         (("emit", "nowhere.json", "-o", "README.md"), "README.md is a file: name another folder"),
         (("simulate", "nowhere.json", "--trace", "docs"), "cannot write the trace to docs: it is a folder"),
     ],

@@ -15,7 +15,8 @@ from autopar.frontend import images
 from autopar.frontend.draw import MAIN, PASS_THEM, Draw, number, of_text
 from autopar.frontend.labels import IGNORED, labels_for
 
-POSITIONS = ("max_position_embeddings", "max_target_positions")  # what configs call the number of positions of text
+POSITIONS = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings")
+"""What configs call the number of positions of text."""
 TABLE = ".position_embeddings"  # what the table of positions is called that has a row of padding
 MARKS = ("token_type_ids", "mm_token_type_ids")  # which tokens are those of images, where models want to be told
 MATCHES = "return_loss"  # what CLIP and its kin take for labels: each sample's text belongs to its image

@@ -109,6 +109,15 @@ def test_positions_behind_that_of_padding():
         inputs_for(roberta, batch=2, seq=17)
 
 
+def test_positions_of_a_decoder_that_has_its_own_number():
+    values = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+    values |= {"decoder_attention_heads": 2, "vocab_size": 50, "attention_window": 8}
+    values |= {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 16}
+    led = hugging_face("LEDForConditionalGeneration", "LEDConfig", **values)
+    with pytest.raises(CaptureError, match="LEDForConditionalGeneration has 16 positions, got a sequence of 17"):
+        inputs_for(led, batch=2, seq=17)
+
+
 def test_waves_of_sound_become_as_many_frames_as_there_are_tokens():
     config = {
         **SMALL,

@@ -4,6 +4,7 @@ step."""
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -198,36 +199,41 @@ class _Pipeline:
     ) -> Place:
         """The result of one place: `mine` are its tasks in `timeline`, `ending` those after its last action."""
         did = [ran for index in mine if (ran := self.ran(self._action(index))) is not None]
-        once_s = {
-            what: sum(timeline.end_s[index] - timeline.begin_s[index] for index, kind, _ in ending if kind == what)
+        sums = [own for *_, own in ending if own is not None]
+        shared_s, optimizer_s = (
+            sum(
+                timeline.end_s[index] - timeline.begin_s[index]
+                for index, kind, own in ending
+                if kind == what and own is None
+            )
             for what in ("sync", "optimizer")
-        }
+        )
         pace = self._pace(
             place,
             sum(timeline.end_s[index] - timeline.begin_s[index] for index in mine),
             sum(ran.length_s for ran in did),
         )
-        compute, exposed = (
-            pace * sum(times) for times in ([ran.compute_s for ran in did], [ran.exposed_s for ran in did])
+        compute_s, exposed_s, communication_s = (
+            pace * sum(map(part, did)) + sum(map(part, sums))
+            for part in map(operator.attrgetter, ("compute_s", "exposed_s", "communication_s"))
         )
-        hidden = pace * sum(ran.communication_s for ran in did) - exposed
-        exposed, optimizer = exposed + once_s["sync"], once_s["optimizer"]
+        hidden_s, exposed_s = communication_s - exposed_s, exposed_s + shared_s
         times = [(timeline.begin_s[index], timeline.end_s[index]) for index in mine]
         if ending:
-            sums = [index for index, what, _ in ending if what == "sync"]
+            synced = [index for index, what, _ in ending if what == "sync"]
             last = timeline.end_s[ending[-1][0]]
-            times += [(timeline.begin_s[sums[0]], timeline.end_s[sums[-1]]), (timeline.end_s[sums[-1]], last)]
+            times += [(timeline.begin_s[synced[0]], timeline.end_s[synced[-1]]), (timeline.end_s[synced[-1]], last)]
         memory = over_time(self.held[place].levels(), times)
         return Place(
             place,
             self.stages.plan.stages_on(place),
-            compute,
-            exposed,
-            hidden,
-            timeline.length_s - compute - exposed - optimizer,
-            optimizer,
+            compute_s,
+            exposed_s,
+            hidden_s,
+            timeline.length_s - compute_s - exposed_s - optimizer_s,
+            optimizer_s,
             memory,
-            sum(ran.launches for ran in did),
+            sum(ran.launches for ran in (*did, *sums)),
             lambda: self._spans(place, timeline, mine, ending, detailed),
         )
 

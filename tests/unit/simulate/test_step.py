@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -68,6 +69,30 @@ def test_the_parts_of_a_place_are_its_step(schedule: str, places: int, virtual: 
         assert all(part >= -1e-12 for part in parts) and sum(parts) == pytest.approx(found.step_s)
     assert 0 < found.bubble < 1 and 0 < found.exposed < 1 and 0 < found.mfu < 1
     assert found.tokens_s == pytest.approx(8 * 16 / found.step_s / (2 * places))
+
+
+@pytest.mark.parametrize(("recipe", "schedule"), [("ddp", "1f1b"), ("zero1", "1f1b"), ("zero1", "")])
+def test_each_part_of_a_place_is_what_its_spans_are(recipe: str, schedule: str) -> None:
+    """Copies into the buckets of gradients and leaves that a pipeline moves at the end of its step are compute, and
+    collectives beside them hidden, as everywhere else."""
+    who = subject("hf-gpt2")
+    made = by_stages(who, (2,), recipe, 2, 4, schedule) if schedule else by_recipe(who, (2,), recipe)
+    shared_s = sum(shared.seconds for shared in Stages.of(who.captured.gm, made).shared)
+    assert bool(shared_s) == bool(schedule)
+    for place in simulate(who.captured.gm, made).places:
+        spans = [span for span in place.spans if span.kind not in ("action", "send")]
+        computes = [(s.begin_s, s.end_s) for s in spans if s.kind in ("compute", "copy")]
+        moves = [(s.begin_s, s.end_s) for s in spans if s.kind not in ("compute", "copy")]
+        compute_s, exposed_s = _covered(computes), _covered([*computes, *moves]) - _covered(computes)
+        assert place.compute_s == pytest.approx(compute_s - (0.0 if schedule else place.optimizer_s))
+        assert place.exposed_s == pytest.approx(exposed_s + shared_s)
+        assert place.hidden_s == pytest.approx(_covered(moves) - exposed_s)
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Seconds in at least one of the (begin, end) of `spans`."""
+    times = sorted({at for span in spans for at in span})
+    return sum(b - a for a, b in itertools.pairwise(times) if any(begin <= a and b <= end for begin, end in spans))
 
 
 @pytest.mark.parametrize(("schedule", "places", "virtual"), [CASES[0], CASES[3], CASES[7], ("", 1, 1)])

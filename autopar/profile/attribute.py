@@ -1,8 +1,9 @@
 """From the events of torch.profiler to seconds by operator and by collective.
 
     forward     the range of an operator, less the steps of reshards inside
-    backward    autograd's nodes carry the number of the forward operator that made them: the last one that began with
-                that number
+    backward    autograd's nodes carry the thread and the number of the forward operator that made them: the last one
+                of that thread that began with that number (each thread counts for itself, and what is run again for the
+                backward of a GPU runs in a thread of autograd)
     steps       ranges of the runtime (`runtime.profiler_ranges`), wherever they run
     optimizer   the range that torch puts around its step
 
@@ -43,7 +44,7 @@ class _Walk:
     def __init__(self, cuda: bool) -> None:
         self.cuda = cuda
         self.found: dict[Key, float] = {}
-        self.owner: dict[int, str] = {}  # forward operator by autograd's number
+        self.owner: dict[tuple[int, int], str] = {}  # forward operator by thread and autograd's number
 
     def over(self, events: Sequence[Any]) -> dict[Key, float]:
         """See `attributed`."""
@@ -71,9 +72,11 @@ class _Walk:
 
     def _number(self, event: Any, open_: Sequence[tuple[Any, Key | None]]) -> None:
         """Note that a forward operator inside the range of a node may make the autograd node with its number."""
-        if event.sequence_nr >= 0 and not event.name.startswith(BACKWARD):
+        if event.sequence_nr >= 0 and not event.fwd_thread:  # what has one is of the backward
             outer = next((k for _, k in reversed(open_) if k is not None), None)
-            self.owner[event.sequence_nr] = str(outer[1]) if outer is not None and outer[0] == "op" else ""
+            self.owner[event.thread, event.sequence_nr] = (
+                str(outer[1]) if outer is not None and outer[0] == "op" else ""
+            )
 
     def _key(self, event: Any) -> Key | None:
         """What an event stands for; None where it is a part of something else, or of nothing."""
@@ -84,8 +87,8 @@ class _Walk:
             return _step(name.split()[1:])
         if name.startswith(OPTIMIZER):
             return ("optimizer",)
-        if name.startswith(BACKWARD) and self.owner.get(event.sequence_nr):
-            return "op", self.owner[event.sequence_nr]
+        if name.startswith(BACKWARD) and (owner := self.owner.get((event.fwd_thread, event.sequence_nr))):
+            return "op", owner
         return None
 
     def _seconds(self, event: Any) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,8 +61,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """`rows` are those of the first rank of each place (means over the ranks of the place), the worst first. `rest_s`
-    is what a profiled step of the first place has beside its rows: Python, hooks, waiting for other places."""
+    """`rows` are those of a rank of each place (means over the ranks of the place), the worst first. `profiled_s` is a
+    profiled step on a rank of the first place, also a mean, and `rest_s` what it has beside its rows: Python, hooks,
+    waiting for other places."""
 
     model: str
     cluster: str
@@ -99,15 +101,16 @@ def profile(case: Case, steps: int = 3, *, trace: str = "", progress: Callable[[
     for place in range(plan.places):
         mine = found[place * inner : (place + 1) * inner]
         rows += _rows(plan, place, _mean(mine), predicted(case.gm, plan, place), starts(case.gm, plan, place))
-    first = sum(row.measured_s for row in rows if row.place == 0)
+    first_s = sum(row.measured_s for row in rows if row.place == 0)
+    profiled_s = statistics.fmean(each.profiled_s for each in found[:inner])
     rows.sort(key=lambda row: -abs(row.off_s))
     return Profile(
         plan.model,
         str(plan.cluster["name"]),
         found[0].step_s,
-        found[0].profiled_s,
+        profiled_s,
         plan.predicted.step_s,
-        found[0].profiled_s - first,
+        profiled_s - first_s,
         tuple(rows),
     )
 

@@ -255,14 +255,26 @@ def _contention(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str
     hides nothing."""
     known = [s for s in samples if s.what.startswith((ALONE, OVER, BEHIND))]
     found = fits.sensible(known, lambda s: 1 / s.seconds, 1e8, "runs/s")
-    alone_s, over_s, behind_s = (
-        sum(s.seconds for s in found if s.what.startswith(what)) for what in (ALONE, OVER, BEHIND)
-    )
+    by_case = [[s for s in found if s.what.startswith(what)] for what in (ALONE, OVER, BEHIND)]
+    alone_s, over_s, behind_s = (sum(s.seconds for s in each) for each in by_case)
     if len(found) < len(known) or behind_s <= alone_s:
         return {}
     share = min(1.0, max(0.0, (over_s - alone_s) / (behind_s - alone_s)))
-    fits.add(Fit("contention", share, len(found), 0.0, "collectives while matmuls run, and in front of them"))
-    return {"contention": share if share < NOTHING_HIDES else 1.0}
+    share = share if share < NOTHING_HIDES else 1.0
+    errors = [
+        abs((alone.seconds + share * (behind.seconds - alone.seconds)) / over.seconds - 1)
+        for alone, over, behind in zip(*by_case, strict=True)
+    ]
+    fits.add(
+        Fit(
+            "contention",
+            share,
+            len(found),
+            statistics.fmean(errors),
+            "collectives while matmuls run, and in front of them",
+        )
+    )
+    return {"contention": share}
 
 
 def _alone(base: Device, samples: Sequence[Sample], fits: Fits, ranks: int) -> dict[str, Any]:

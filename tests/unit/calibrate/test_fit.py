@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autopar.calibrate import Sample
+from autopar.calibrate import Fit, Sample
 from autopar.calibrate.background import OVER
 from autopar.calibrate.network import KINDS, SIZES
 from autopar.calibrate.run import Calibration, fitted
@@ -196,10 +196,29 @@ def test_collectives_that_hide_next_to_nothing_hide_nothing(over_s: float, kept:
         (level, dataclasses.replace(s, seconds=over_s) if s.what.startswith(OVER) else s)
         for level, s in samples(machine(), 0.0, 0)
     ]
-    device = fit(known).cluster.device
-    assert device.contention == pytest.approx(kept)
+    found = fit(known)
+    device = found.cluster.device
+    assert device.contention == pytest.approx(kept) == _contention(found).value
     prices = Prices(Cluster.parse("cpu:1x4").mesh((4,)), device, Settings())
     assert (prices.overlap > 0.0) == (kept < 1.0)
+
+
+def test_collectives_that_hide_unlike_shares_say_so() -> None:
+    """One share is taken for all of them: what each took is that far from it."""
+    over_s = {f"{OVER} all_gather": 12e-3, f"{OVER} all_reduce": 20e-3}
+    found = fit(
+        [
+            (level, dataclasses.replace(s, seconds=over_s.get(s.what, s.seconds)))
+            for level, s in samples(machine(), 0.0, 0)
+        ]
+    )
+    assert found.cluster.device.contention == pytest.approx(0.6)  # 16 ms for each
+    assert _contention(found).error == pytest.approx((16 / 12 - 1 + 1 - 16 / 20) / 2)
+    assert "6 samples, mean error 26.7 %" in found.cluster.device.sources["contention"]
+
+
+def _contention(found: Calibration) -> Fit:
+    return next(each for each in found.fits.found if each.name == "contention")
 
 
 @pytest.mark.parametrize("beside_s, kept", [(2e-3, 2.0), (13e-3, 1.0), (0.5e-3, 1.0)])

@@ -31,7 +31,7 @@ MOST = 10.0
 """No constant is scaled by more, or by less than its inverse: what is further off is no matter of constants."""
 
 STARTED = 0.5
-"""Matmuls that are started for this share of their seconds say nothing of the peak."""
+"""Matmuls that are started for this share of their seconds, predicted or measured, say nothing of the peak."""
 
 
 def refit(
@@ -77,9 +77,10 @@ def _ratios(rows: tuple[Row, ...], program: Program) -> dict[str, float]:
     }
     if "matmul" in found:
         measured, foreseen, begun = sums["matmul"]
+        started = begun * found.get("other", 1.0)
         found["matmul"] = (
-            _within((measured - begun * found.get("other", 1.0)) / (foreseen - begun))
-            if begun < STARTED * foreseen
+            _within((measured - started) / (foreseen - begun))
+            if begun < STARTED * foreseen and started < STARTED * measured
             else 1.0
         )
     return found

@@ -10,12 +10,13 @@ from autopar import joint
 from autopar.calibrate.fit_level import limit_bytes_s
 from autopar.cluster import Cluster
 from autopar.cost.comm import collective_s
+from autopar.plan import Plan
 from autopar.planner import Request
 from autopar.problem.read_graph import read
 from autopar.profile import Profile, Row, refit
 from autopar.profile.predicted import predicted, starts
 from autopar.profile.profile import _rows
-from autopar.profile.refit import _level
+from autopar.profile.refit import _group, _level
 from tests.helpers.planned import BATCH, graph
 
 
@@ -118,6 +119,28 @@ def test_the_peak_is_not_to_blame_for_starts() -> None:
     assert made.device.peak_flops["float32"] == pytest.approx(
         real.device.peak_flops["float32"], rel=0.05
     ) and made.device.launch_s == pytest.approx(real.device.launch_s, rel=0.2)
+
+
+@pytest.mark.parametrize(("measured_s", "ratio"), [(2.0, 1.0), (4.4, 1.0), (5.0, 5.0)])
+def test_starts_that_are_more_than_what_was_measured_say_nothing_of_the_peak(measured_s: float, ratio: float) -> None:
+    """What is left of matmuls beside starts as slow as those of other operators would be less than nothing, and the
+    peak ten times as high."""
+    cluster = Cluster.parse("cpu:1x4")
+    plan = joint.plan(
+        graph(), {"b": BATCH}, Request(cluster, recipe="ddp", time_limit_s=10.0), model="stack", graph_hash="0" * 64
+    )
+    program = read(graph(), plan.hints, training=True)
+    names = {_group(Row(0, "operator", name, 1.0, 1.0, ("op", name)), program): name for name in predicted_ops(plan)}
+    matmul, other = (("op", names[group]) for group in ("matmul", "other"))
+    rows = _rows(plan, 0, {matmul: measured_s, other: 5.0}, {matmul: 1.0, other: 1.0}, {matmul: 0.45, other: 0.45})
+    made, ratios = refit(cluster, plan, program, Profile("stack", "cpu", 1.0, 1.0, 1.0, 0.0, tuple(rows)), "2026-11-21")
+    assert ratios["other"] == 5.0 and ratios["matmul"] == pytest.approx(ratio)
+    assert made.device.peak_flops["float32"] == pytest.approx(cluster.device.peak_flops["float32"] / ratio)
+
+
+def predicted_ops(plan: Plan) -> list[str]:
+    """The operators of which something is predicted."""
+    return [str(key[1]) for key in predicted(graph(), plan) if key[0] == "op"]
 
 
 def test_a_slow_peak_is_found_beside_starts() -> None:

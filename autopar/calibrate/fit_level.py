@@ -9,6 +9,7 @@ bandwidth is the best rate of all, and the efficiencies are shares of it.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 
 from autopar.calibrate.fits import Fit, Fits, Impossible
@@ -50,10 +51,9 @@ class Curve:
         """Bytes per second over each rank's link."""
         return share(self.kind, self.members) / self.slope_s
 
-    def usual_error(self, samples: Sequence[Sample]) -> float:
-        """The mean relative error over all `samples` but the worst: one that was disturbed says nothing for a curve, or
-        against it."""
-        errors = [
+    def errors(self, samples: Sequence[Sample]) -> list[float]:
+        """The relative error of each of `samples`."""
+        return [
             abs(
                 (self.start_s + nbytes * self.slope_s + max(0.0, nbytes - self.spill_bytes) * self.more_s) / s.seconds
                 - 1
@@ -61,6 +61,11 @@ class Curve:
             for s in samples
             for nbytes in s.size
         ]
+
+    def usual_error(self, samples: Sequence[Sample]) -> float:
+        """The mean relative error over all `samples` but the worst: one that was disturbed says nothing for a curve, or
+        against it."""
+        errors = self.errors(samples)
         return (sum(errors) - max(errors)) / max(1, len(errors) - 1)
 
 
@@ -101,6 +106,8 @@ def level(base: Level, samples: Sequence[Sample], most_bytes_s: float, source: s
             and fits.possible(name, curve.start_s, key="start_s")
             and fits.possible(f"{name}, rate", curve.rate, key="bandwidth_bytes_s")
         ):
+            # of what is written, which may start later or carry less than the best fit
+            curve = dataclasses.replace(curve, error=statistics.fmean(curve.errors(kept)))
             curves.append(curve)
             fits.add(Fit(name, curve.start_s, curve.samples, curve.error, "start in seconds"))
     return (_fitted(base, curves, source) if curves else base), fits

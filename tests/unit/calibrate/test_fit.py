@@ -188,6 +188,9 @@ def test_no_collective_starts_in_no_time() -> None:
         axis = MeshAxis("x", members, (Span(found.cluster.levels[1], members),), found.cluster.device)
         assert collective_s("all_to_all", 1e9, axis) == pytest.approx(1.0, rel=0.01)
     assert found.cluster.levels[1].latency_s > 0
+    off = [0.2 / (size / 1e6) for size in SIZES["cpu"] if size >= 1 << 20]  # that start is 0.2 ms, 1 MB takes 1 ms
+    for fit_ in (each for each in found.fits.found if "all_to_all" in each.name):
+        assert fit_.error == pytest.approx(sum(off) / len(off))
 
 
 @pytest.mark.parametrize("over_s, kept", [(10e-3, 0.0), (16e-3, 0.6), (19.9e-3, 1.0), (22e-3, 1.0)])

@@ -134,9 +134,11 @@ def fitted(base: Cluster, sizes: tuple[int, int], samples: Sequence[tuple[int, S
     how = f"gloo, {ranks} ranks of 1 thread on {cores_here()} cores" if kind == "cpu" else f"NCCL, {ranks} GPUs"
     source = f"measured {date}, torch {torch.__version__}, {how}"
     device, fits = fit_device.device(base.device, [sample for level, sample in samples if level < 0], ranks)
-    device = dataclasses.replace(
-        device, **_memory(device, sizes), sources={**device.sources, **_sources(source, fits, base.device, device)}
-    )
+    memory = _memory(device, sizes)
+    whose = "an equal part of the machine's for each rank" if kind == "cpu" else "that of the first GPU"
+    sources = {**device.sources, **_sources(source, fits, base.device, device)}
+    sources |= dict.fromkeys(memory, f"{source}: {whose}")
+    device = dataclasses.replace(device, **memory, sources=sources)
     levels = []
     for index, (level, size) in enumerate(zip(base.levels, sizes, strict=True)):
         mine = [sample for at, sample in samples if at == index]
@@ -163,7 +165,7 @@ def _sources(source: str, fits: Fits, before: Device, after: Device) -> dict[str
         about = ", ".join(dict.fromkeys(fit.about for fit in mine))
         quality = "; ".join(f"{fit.name.partition('.')[2]} {fit.quality}".strip() for fit in mine)
         found[name] = f"{source}: {about}; {quality}" if mine else f"{source}: with the others"
-    return {**found, "memory_bytes": f"{source}: memory of the machine, an equal part for each rank"}
+    return found
 
 
 ALIAS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
 from collections.abc import Callable
 
 import pytest
@@ -108,6 +109,18 @@ def test_of_a_gpu_it_is_the_host_that_starts_operators() -> None:
         and found.sources["dispatch_s"].startswith("measured 2026-11-26")
     )
     assert found.attention == pytest.approx((share, share), rel=0.01)  # of heads of 128, measured on heads of 64
+
+
+@pytest.mark.parametrize("gpu_bytes", [0, 79 << 30])
+def test_the_memory_of_a_gpu_is_its_own(gpu_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No part of the machine's; and that of the preset, as it says, where there is no GPU to ask."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu_bytes > 0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: types.SimpleNamespace(total_memory=gpu_bytes))
+    base = Cluster.parse("h100")
+    found = fitted(base, (1, 1), [(-1, Sample("launch", (16,), 22e-6))], "2026-11-26").cluster.device
+    assert found.memory_bytes == (gpu_bytes or base.device.memory_bytes)
+    said = found.sources.get("memory_bytes", "")
+    assert said.endswith("that of the first GPU") if gpu_bytes else said == base.device.sources.get("memory_bytes", "")
 
 
 @pytest.mark.parametrize(

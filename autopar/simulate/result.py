@@ -60,8 +60,8 @@ class Place:
 class Simulation:
     """One training step (or forward). `mfu` is the model's FLOPs over the peak of all devices in the plan's precision,
     recomputation not counted; `tokens_s` are tokens (samples, where the model has no sequence) per second and device;
-    `launch_s` is the part of the compute of the busiest place that starts operators; `predicted_s` what the search
-    predicted."""
+    `launch_s` is a launch floor for each of the `launches` of the busiest place, a part of its compute (some operators
+    are several kernels: at least); `predicted_s` what the search predicted."""
 
     model: str
     cluster: str

@@ -13,7 +13,7 @@ from autopar.decisions import node_plan
 from autopar.plan import Plan, Predicted, Stage
 from autopar.problem.build import Decisions
 from autopar.problem.remat import Levels
-from passes.part_runs import part_names, whole_name
+from passes.part_runs import parts_at, whole_name
 
 if TYPE_CHECKING:
     from autopar.planner import Planner
@@ -56,7 +56,7 @@ def bare_plan(
 
 def laid(planner: Planner, found: Candidate) -> Plan:
     """The plan of a Candidate. A run whose blocks are all run again, but keep different results, is in two parts."""
-    parts = {scope: part_names(planner.gm, scope, [found.again[scope]]) for scope in found.rest}
+    parts = parts_at(planner.gm, {scope: [found.again[scope]] for scope in found.rest})
     there, decisions, remat = planner.parted(parts), found.model.decode(found.solution.choice), dict(found.remat)
     for scope, begins in parts.items():
         for part in begins:

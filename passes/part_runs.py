@@ -38,13 +38,18 @@ def part_runs(gm: fx.GraphModule, parts: Parts) -> fx.GraphModule:
     return edit.finish(parted)
 
 
-def part_names(gm: fx.GraphModule, name: str, begins: Sequence[int]) -> dict[str, int]:
-    """Names for the parts of the run `name` that begin with these instances, as the fold would have named them."""
-    about = gm.get_submodule(name).meta
-    return {
-        re.sub(r"\W", "_", f"{about['container']}_{about['start'] + begin * about['period']}"): begin  # type: ignore[index]
-        for begin in begins
-    }
+def parts_at(gm: fx.GraphModule, begins: Mapping[str, Sequence[int]]) -> Parts:
+    """The Parts that begin with these instances of each run, named as the fold would have named them: by the first
+    module, with a number behind it where that name is taken (`a.b.4` and `a_b.4`; two runs through the same blocks)."""
+    found: dict[str, dict[str, int]] = {}
+    for run, firsts in begins.items():
+        about, found[run] = gm.get_submodule(run).meta, {}
+        for first in firsts:
+            base = re.sub(r"\W", "_", f"{about['container']}_{about['start'] + first * about['period']}")  # type: ignore[index]
+            taken = {name for parts in found.values() for name in parts}
+            names = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(1)))
+            found[run][next(name for name in names if name not in taken and not hasattr(gm, name))] = first
+    return found
 
 
 def whole_name(name: str, parts: Parts) -> str:

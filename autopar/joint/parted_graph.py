@@ -26,7 +26,7 @@ from autopar.plan import Plan
 from autopar.problem.build import Decisions, Model
 from autopar.problem.graph import Program
 from autopar.problem.types import Solution
-from passes.part_runs import Parts, part_names
+from passes.part_runs import parts_at
 
 Laid = tuple[SearchContext, Chosen, Plan]
 
@@ -36,9 +36,7 @@ def parted(context: SearchContext, shape: Shape, ground: Ground, apart: Apart, c
     of each place, `cut` the stages. Raises InfeasibleError where the layout in which one place makes a value cannot
     become the one in which another place reads it."""
     begins = {scope: _begins(context, apart, cut, scope) for scope in context.whole.program.runs}
-    parts: Parts = {
-        scope: part_names(context.gm, scope, list(firsts)[1:]) for scope, firsts in begins.items() if len(firsts) > 1
-    }
+    parts = parts_at(context.gm, {scope: list(firsts)[1:] for scope, firsts in begins.items() if len(firsts) > 1})
     there = context.parted(parts)
     place_of = {
         name: place

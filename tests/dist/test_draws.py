@@ -18,7 +18,7 @@ from autopar.codegen.tables import Names
 from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.runtime.rng import Rng
-from passes.part_runs import part_names
+from passes.part_runs import parts_at
 from tests.helpers.ranks import on_ranks
 from tests.helpers.remat import rematerialised
 from tests.helpers.verify import Sizes, Subject, by_recipe, by_stages
@@ -108,7 +108,7 @@ class Cut:
         if self.parted:
             who = replace(
                 who,
-                captured=who.captured.parted({"blocks_0": part_names(who.captured.gm, "blocks_0", [1])}),
+                captured=who.captured.parted(parts_at(who.captured.gm, {"blocks_0": [1]})),
                 cases={},
                 references={},
             )

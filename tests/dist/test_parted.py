@@ -13,7 +13,7 @@ from autopar.pipeline import units
 from autopar.plan import Plan
 from autopar.recipes import roles
 from passes.fold_repeats import is_folded
-from passes.part_runs import part_names
+from passes.part_runs import parts_at
 from tests.helpers.apart import ROWS, found, small_and_slow, stack
 from tests.helpers.remat import rematerialised
 from tests.helpers.verify import FROZEN, Sizes, Subject, by_chance, by_recipe, by_stages, planner_of, subject
@@ -34,9 +34,7 @@ def parted(name: str) -> Subject:
     """A tiny model whose runs of blocks are each in two parts."""
     who = subject(name)
     counts = {str(node.target): int(node.meta["repeat"]) for node in who.captured.gm.graph.nodes if is_folded(node)}
-    captured = who.captured.parted(
-        {scope: part_names(who.captured.gm, scope, [count // 2]) for scope, count in counts.items()}
-    )
+    captured = who.captured.parted(parts_at(who.captured.gm, {scope: [count // 2] for scope, count in counts.items()}))
     return replace(who, captured=captured, cases={}, references={})
 
 

@@ -10,7 +10,7 @@ from autopar.capture import capture
 from autopar.errors import PlanError
 from passes.fold_repeats import body_of, is_folded, targets
 from passes.interpret import Interpret
-from passes.part_runs import part_names, part_runs
+from passes.part_runs import part_runs, parts_at
 
 DEPTH = 5
 RUN = "layers_0"
@@ -53,8 +53,8 @@ def calls(gm):
 @pytest.mark.parametrize("begins", [[1], [4], [2, 3], [1, 2, 3, 4]])
 def test_parts_compute_what_the_run_computes(captured, begins):
     model, whole = captured
-    names = part_names(whole.gm, RUN, begins)
-    parted = part_runs(whole.gm, {RUN: names})
+    parts = parts_at(whole.gm, {RUN: begins})
+    names, parted = parts[RUN], part_runs(whole.gm, parts)
     assert names == {f"layers_{begin}": begin for begin in begins}
     edges = [0, *begins, DEPTH]
     assert [(str(call.target), call.meta["repeat"]) for call in calls(parted)] == [
@@ -105,3 +105,28 @@ def test_a_capture_is_parted_once(captured):
     assert once.parted({RUN: {"tail": 2}}) is once and whole.parted({}) is whole and once.graph_hash == whole.graph_hash
     with pytest.raises(PlanError, match="parted for another plan"):
         once.parted({RUN: {"tail": 3}})
+
+
+class Alike(nn.Module):
+    """Blocks of `a.b`, and as many of `a_b`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.a_b = nn.Module(), nn.ModuleList(Block() for _ in range(DEPTH))
+        self.a.b = nn.ModuleList(Block() for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.a.b:
+            x = layer(x, torch.ones_like(x))
+        x = x.relu()
+        for layer in self.a_b:
+            x = layer(x, torch.ones_like(x))
+        return (x * x).mean()
+
+
+def test_parts_of_runs_whose_modules_are_called_alike_have_names_of_their_own():
+    gm = capture(Alike(), (torch.randn(8, 4),)).gm
+    first, second = (str(call.target) for call in calls(gm))
+    parts = parts_at(gm, {first: [2, 3], second: [2, 3]})
+    assert parts == {first: {"a_b_3": 2, "a_b_4": 3}, second: {"a_b_3_1": 2, "a_b_4_1": 3}}
+    assert [call.meta["repeat"] for call in calls(part_runs(gm, parts))] == [2, 1, 1] * 2

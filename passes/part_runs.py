@@ -72,7 +72,7 @@ def _part(gm: fx.GraphModule, call: fx.Node, begins: Mapping[str, int]) -> None:
     if taken:
         raise ValueError(f"a part of {call.target} cannot be called {taken[0]!r}: the graph has that already")
     given = [user for user in call.users if user.target is operator.getitem]
-    last = call
+    call.meta["of"], last = whole, call
     for name, (first, stop) in zip(begins, itertools.pairwise(edges[1:]), strict=True):
         gm.add_submodule(name, _sliced(str(call.target), body, first, stop))
         last = _behind(gm, last, name, stop - first)

@@ -42,10 +42,11 @@ def reaching(gm: fx.GraphModule) -> dict[fx.Node, None]:
 
 def carried_on(gm: fx.GraphModule, call: fx.Node, reached: Collection[fx.Node], given: Sequence[bool]) -> list[bool]:
     """Which of the values that a run of blocks carries on have a gradient in its later blocks, where `given` of its
-    tensor arguments have one."""
+    tensor arguments have one. A part of a run has the layouts of the whole, so also one of a single block is taken to
+    have later ones."""
     body, ports = _opened(gm, call)
     count = len(edit.results(body))
-    if int(call.meta["repeat"]) < 2:
+    if int(call.meta.get("of", call.meta["repeat"])) < 2:
         return list(given[:count])
     flags = list(given)
     while True:

@@ -11,9 +11,10 @@ import pytest
 from autopar.joint.own_layouts import each_apart
 from autopar.pipeline import units
 from autopar.plan import Plan
+from autopar.problem.read_graph import read
 from autopar.recipes import roles
 from passes.fold_repeats import is_folded
-from passes.part_runs import parts_at
+from passes.part_runs import parts_at, whole_name
 from tests.helpers.apart import ROWS, found, small_and_slow, stack
 from tests.helpers.remat import rematerialised
 from tests.helpers.verify import FROZEN, Sizes, Subject, by_chance, by_recipe, by_stages, planner_of, subject
@@ -71,6 +72,19 @@ def test_parts_in_one_stage_that_keep_different_results() -> None:
     made = rematerialised(who, by_recipe(who, (2,), "zero3"), "random 1")
     assert len({tuple(name.rpartition("/")[2] for name in kept) for kept in made.remat.values()}) == 2
     right(who, made)
+
+
+@pytest.mark.parametrize("recipe", ["zero3", "megatron"])
+def test_a_part_of_one_block_that_reads_an_input(recipe: str) -> None:
+    """It is laid out as the later blocks, which get a gradient from what they read."""
+    whole = stack()
+    parts, made = parts_at(whole.captured.gm, {"layers_0": [1]}), by_recipe(whole, (2,), recipe)
+    who = replace(whole, captured=whole.captured.parted(parts), cases={}, references={})
+    ops = read(who.captured.gm, made.hints, training=True, device="cpu").ops
+    made = replace(made, parted=parts, nodes={name: made.nodes[whole_name(name, parts)] for name in ops})
+    made = rematerialised(who, made, "random 1")
+    report = who.verified(made, batch=ROWS, seq=0)
+    assert made.nodes["layers_0/x"].outs == made.nodes["layers_1/x"].outs and report.ok, report.first
 
 
 def in_places(who: Subject, mesh: Sizes, ways: tuple[str, str], schedule: str, microbatches: int = 2) -> Plan:

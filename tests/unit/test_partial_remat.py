@@ -9,6 +9,7 @@ from functools import cache, partial
 import pytest
 
 from autopar import onestage
+from autopar.bare_plan import laid
 from autopar.candidate import Candidate
 from autopar.cluster import Cluster
 from autopar.memory import predict
@@ -16,6 +17,7 @@ from autopar.onestage import plan
 from autopar.partial_remat import filled
 from autopar.pipeline.single_stage import step_cost
 from autopar.plan import Plan
+from autopar.plan_suits_graph import suits
 from autopar.planner import Planner
 from autopar.problem.remat import rematerialised
 from autopar.problem.remat_choices import choices
@@ -156,6 +158,23 @@ def test_a_plan_whose_blocks_keep_different_results_takes_what_is_said() -> None
         both - Stages.of(parted.gm, replace(made, remat={})).whole().length_s, rel=0.02
     )
     assert predict(parted.program, alike[1]).peak_bytes > limit_bytes
+
+
+@pytest.mark.parametrize("recipe", ["zero3", "megatron"])
+def test_a_part_of_one_block_has_the_layouts_of_the_run(recipe: str) -> None:
+    """The first block reads an input, which has no gradient; what the later ones read has one."""
+    full = candidate(planner_of(), recipe, "full")
+    kept = choices(
+        full.model.plainly.with_limit(float("inf")), planner_of().forward(full.mesh), full.solution.choice, SCOPE
+    ).corners[-1]
+    made = laid(planner_of(), replace(full, again={SCOPE: 1}, rest={SCOPE: kept.kept}))
+    assert made.parted == {SCOPE: {"layers_1": 1}}
+    parted = planner_of().parted(made.parted)
+    suits(parted.gm, made, None)
+    whole = replace(laid(planner_of(), full), remat={})
+    assert Stages.of(parted.gm, replace(made, remat={})).whole().length_s == pytest.approx(
+        Stages.of(graph(LAYERS), whole).whole().length_s
+    )
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "zero3", "megatron"])

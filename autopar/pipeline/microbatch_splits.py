@@ -11,8 +11,8 @@ from autopar.cluster import Cluster
 from autopar.layout import NO_GRAD, shard
 from autopar.pipeline.microbatches import Microbatching, from_inputs, microbatching
 from autopar.problem.build import build
+from autopar.problem.clusters import Allow, Joint, Table, join
 from autopar.problem.clusters import Cluster as OpCluster
-from autopar.problem.clusters import Joint, Table, join
 from autopar.problem.graph import Op, Program
 from autopar.problem.pairs import LayoutPair
 from autopar.problem.prices import Prices
@@ -80,6 +80,14 @@ def _inputs_apart(program: Program, clusters: list[OpCluster]) -> list[OpCluster
     return list({home[name].name: home[name] for name in program.ops}.values())
 
 
+def _apart(count: int) -> Allow:
+    """Which options `count` microbatches have: work splits over samples, and by operators alone, since a runtime
+    algorithm exchanges what its parts need of each other (the rows of a ring's attention, where samples are not along
+    the first dim of the inputs)."""
+    data = roles.data(count)
+    return lambda op, option: data(op, option) and not (op.role == "op" and option.run)
+
+
 def sharing(
     program: Program, clusters: list[OpCluster], table: Table, count: int, cluster: Cluster, settings: Settings
 ) -> Microbatching:
@@ -89,7 +97,7 @@ def sharing(
     where the batch cannot be cut by `count`.
     """
     clusters = _inputs_apart(program, clusters)
-    joints = [_results(cluster.root) or join(cluster, table, roles.data(count)) for cluster in clusters]
+    joints = [_results(cluster.root) or join(cluster, table, _apart(count)) for cluster in clusters]
     model = build(
         program,
         clusters,

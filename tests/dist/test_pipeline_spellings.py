@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
+from autopar.errors import PlanError
 from autopar.pipeline import SCHEDULES
 from autopar.recipes import roles
 from tests.helpers.verify import Sizes, Subject, by_chance, by_stages
@@ -127,3 +128,25 @@ def test_a_stage_behind_the_first_blocks_does_not_make_what_these_are_given() ->
     assert [[name for name in stage.nodes if name.startswith("expand")] for stage in made.stages] == [["expand"], []]
     report = who.verified(made)
     assert report.ok, [row for row in report.rows if not row.ok][:4]
+
+
+class PositionsFirst(nn.Module):
+    """Attention over the first dim of its input, as in nn.TransformerEncoder without batch_first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x).transpose(0, 1).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(h, h, h).transpose(1, 2).flatten(2).transpose(0, 1)
+        return self.head(mixed).square().mean()
+
+
+def test_what_a_ring_would_exchange_is_not_cut_into_microbatches() -> None:
+    """Each microbatch attended to its own positions alone: another loss and other gradients, without an error."""
+    model = PositionsFirst()
+    who = Rows("positions first", "train", capture(model, (torch.zeros(8, 4, D),)), model.state_dict())
+    with pytest.raises(PlanError, match="so 2 microbatches would not compute what the batch computes"):
+        by_stages(who, (1,), (roles.nothing,), 2, 2, "1f1b")

@@ -209,9 +209,18 @@ def microbatched(value: Tensor, dim: int, runs: int, count: int) -> list[Tensor]
     return [part.flatten(dim, dim + 1) for part in value.unflatten(dim, (runs, count, -1)).unbind(dim + 1)]
 
 
-def joined(parts: Sequence[Tensor], dim: int, runs: int) -> Tensor:
-    """The value of which microbatches have `parts`: the way back from `microbatched`."""
-    return torch.stack([part.unflatten(dim, (runs, -1)) for part in parts], dim + 1).flatten(dim, dim + 2)
+def joined(parts: Sequence[Tensor], dim: int, runs: int, sections: Sequence[int] = (1,)) -> Tensor:
+    """The value of which microbatches have `parts`: the way back from `microbatched`. Each part has samples side by
+    side in `sections` of these relative sizes, as the value has."""
+    unit = parts[0].shape[dim] // sum(sections)
+    cut = [part.split([size * unit for size in sections], dim) for part in parts]
+    return torch.cat(
+        [
+            torch.stack([part.unflatten(dim, (runs, -1)) for part in same], dim + 1).flatten(dim, dim + 2)
+            for same in zip(*cut, strict=True)
+        ],
+        dim,
+    )
 
 
 def check_sizes(

@@ -39,7 +39,7 @@ from torch.distributed import ProcessGroup
 
 from autopar._torch import local_of
 from autopar.errors import RunError
-from autopar.layout import Layout, cutters, dim_of, is_shard, parse, ways_of
+from autopar.layout import Layout, cutters, dim_of, is_shard, parse, sections_of, ways_of
 from autopar.runtime import batch, checkpoint, rng
 from autopar.runtime.count import uncounted
 from autopar.runtime.declare import Declarations
@@ -299,20 +299,21 @@ class PipelinedModule(ShardedModule):
             return values[0], spread
         dim, ways = dim_of(entry), 1
         if spread is not None:
-            values, spread = self._whole_pieces(values, spread, dim)
+            values, spread = self._whole_pieces(values, spread, entry)
             ways = self._ways(spread.layout, dim)
             spread = Spread(
                 spread.layout, tuple(n * len(values) if d == dim else n for d, n in enumerate(spread.shape))
             )
-        return batch.joined(values, dim, self._pieces() // ways), spread
+        return batch.joined(values, dim, self._pieces() // ways, sections_of(entry)), spread
 
-    def _whole_pieces(self, values: Sequence[Tensor], spread: Spread, dim: int) -> tuple[list[Tensor], Spread]:
-        """A result of each microbatch, gathered along `dim` where it is cut finer than the pieces of the batch: such
-        parts of microbatches cannot be joined to a part of the batch. Not counted, since it serves the user and is not
-        part of the priced step (as `full`)."""
-        if self._pieces() % self._ways(spread.layout, dim) == 0:
+    def _whole_pieces(self, values: Sequence[Tensor], spread: Spread, entry: str) -> tuple[list[Tensor], Spread]:
+        """A result of each microbatch, gathered along the dim that microbatches share (`entry`) where it is cut finer
+        than the pieces of the batch, or in other sections: such parts of microbatches cannot be joined to a part of
+        the batch. Not counted, since it serves the user and is not part of the priced step (as `full`)."""
+        axes = cutters(spread.layout, dim_of(entry))
+        alike = all(sections_of(spread.layout[axis]) == sections_of(entry) for axis in axes)
+        if alike and self._pieces() % self._ways(spread.layout, dim_of(entry)) == 0:
             return list(values), spread
-        axes = cutters(spread.layout, dim)
         layout = tuple("R" if axis in axes else entry for axis, entry in enumerate(spread.layout))
         with uncounted():
             return [

@@ -17,6 +17,7 @@ from autopar.plan import Plan
 from autopar.problem.options import sections_of, table_of
 from autopar.problem.read_graph import read
 from autopar.recipes import roles
+from autopar.runtime.batch import joined
 from tests.helpers.verify import Subject, by_chance, by_recipe, by_stages, right
 
 WORDS, D, BATCH = 32, 8, 8
@@ -152,3 +153,44 @@ class Views(Subject):
     def batch(self, batch: int = BATCH, seq: int = D) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(1)
         return {name: torch.randint(9, (batch, D), generator=draw) for name in self.captured.input_names}
+
+
+class Shown(nn.Module):
+    """Gives what it makes of samples side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.head(self.stem(torch.cat([x, z])).tanh())
+        return h.square().mean(), h
+
+
+class Pairs(Subject):
+    """A subject of two inputs of features."""
+
+    def batch(self, batch: int = BATCH, seq: int = 6) -> dict[str, Tensor]:
+        draw = torch.Generator().manual_seed(1)
+        return {name: torch.randn(batch, 4, D, generator=draw) for name in self.captured.input_names}
+
+
+@cache
+def shown() -> Subject:
+    model, x = Shown(), torch.zeros(BATCH, 4, D)
+    return Pairs("shown", "train", capture(model, (x, x)), model.state_dict())
+
+
+@pytest.mark.parametrize(("mesh", "role"), [((1,), roles.nothing), ((2,), roles.data), ((2,), roles.nothing)])
+def test_outputs_of_microbatches_come_in_the_order_of_the_batch(mesh: tuple[int, ...], role: roles.Role) -> None:
+    """Section by section: they came microbatch by microbatch, which is the order of samples that are not joined."""
+    made = by_stages(shown(), mesh, (role,), 2, 2, "1f1b")
+    assert made.nodes["cat"].micro == ("S0/2",)
+    right(shown().verified(made))
+
+
+def test_sections_of_other_sizes_come_in_order_too() -> None:
+    first, second = torch.arange(8), torch.arange(8, 12)
+    parts = [torch.cat([first.view(2, 2, 2)[:, k].flatten(), second.view(2, 2, 1)[:, k].flatten()]) for k in range(2)]
+    assert joined(parts, 0, 2, (2, 1)).tolist() == list(range(12))

@@ -144,7 +144,8 @@ def _trained(*arguments: str) -> list[float]:
 
 @pytest.mark.slow
 def test_the_plan_and_the_program_that_the_readme_shows_are_what_comes_out(tmp_path: Path) -> None:
-    """All lines but the dots. Its memory was that of an earlier version."""
+    """All lines but the dots. Its memory was that of an earlier version. What is proven depends on which of two
+    processes comes to a claim first: 2.87 or 4.01 % on two machines."""
     (asked,) = re.findall(r"From `autopar (plan [^`]+)`", (ROOT / "README.md").read_text())
     shown = [
         block
@@ -154,12 +155,17 @@ def test_the_plan_and_the_program_that_the_readme_shows_are_what_comes_out(tmp_p
     printed = _done(*shlex.split(asked), "--time-limit", "300", "-o", str(tmp_path / "plan.json"))
     _done("emit", str(tmp_path / "plan.json"), "-o", str(tmp_path / "out"))
     for block, text in zip(shown, (printed, (tmp_path / "out" / "sharded.py").read_text()), strict=True):
-        there = {" ".join(line.split()) for line in text.splitlines()}
+        there, gaps = (
+            {" ".join(line.split()) for line in text.splitlines()},
+            re.compile(r"gap +([\d.]+) % \(no plan .*\)"),
+        )
         assert not [
             line
             for line in block.splitlines()
-            if line.strip() not in ("", "...") and " ".join(line.split()) not in there
+            if line.strip() not in ("", "...") and not gaps.search(line) and " ".join(line.split()) not in there
         ]
+        said, found = ([float(gap) for gap in gaps.findall(each)] for each in (block, text))
+        assert said == pytest.approx(found, abs=1.5)
 
 
 def _done(*arguments: str) -> str:

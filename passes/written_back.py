@@ -33,6 +33,8 @@ def _filled(node: fx.Node) -> fx.Node | None:
     base, values, mask = given["self"], given["values"], mask_of_places(given["indices"])
     if mask is None or given["accumulate"] or facts.rank(values) > facts.rank(base) - facts.rank(mask):
         return None
+    if facts.shape(mask) != facts.shape(base)[: facts.rank(mask)]:
+        return None  # sizes that are equal, but are not known to be
     wide = widened(mask, base, node)
     if (number := edit.call_of(values, aten.scalar_tensor.default)) is not None:
         return edit.call(node, aten.masked_fill.Scalar, base, wide, number.args[0])

@@ -50,7 +50,8 @@ def test_unknown_columns_are_left_out_and_unknown_cells_marked() -> None:
 
 def test_peaks_are_compared_like_with_like() -> None:
     places = tuple(
-        Held(n, "", (Entry("weights", "w", "", nbytes),), {}, (), (), {}) for n, nbytes in enumerate((80.0, 120.0))
+        Held(n, (n,), "", (Entry("weights", "w", "", nbytes),), {}, (), (), {})
+        for n, nbytes in enumerate((80.0, 120.0))
     )
     peaks = (Peak(100.0, "allocated"), Peak(100.0, "allocated", 0), Peak(150.0, "reserved", -1))
     one = result(1.0, 1.0)

@@ -5,10 +5,8 @@ gets shorter.
 fills sooner behind short first stages, and drains sooner where the last ones are short. From a cut of `balance`, or
 from the fastest of all where a model has few cuts, a move gives one piece from one stage to another, and shifts the
 stages between them by one piece; or one block less runs again, on a place with several stages also in exchange for one
-of another stage. All moves are timed at once and the best one is made, until none gains enough. Between two cuts where
-little is sent there may be many where much is: then a cut jumps, so that two stages become one and another one two. A
-stage that has blocks keeps at least one: without blocks, hardly any communication of a stage is overlapped, and prices
-of that are rough.
+of another stage. All moves are timed at once and the best one is made, until none gains enough. A stage that has blocks
+keeps at least one: without blocks, hardly any communication of a stage is overlapped, and prices of that are rough.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ LEAST_GAIN = 1e-5  # relative to the step: moves that gain less are not made
 
 ROUND_ACTIONS, SEARCH_ACTIONS = 1e7, 1e8
 """The work of timing moves, in simulated actions (actions of a step, times moves): at most so much in one round, and in
-all rounds together. Where a round would have more, stages give pieces to nearby stages only, and no cut jumps."""
+all rounds together. Where a round would have more, stages give pieces to nearby stages only."""
 
 FEW_CUTS, MOST_REFITTED = 2000, 200
-"""Where a model has at most FEW_CUTS cuts they are all timed. Of those, and of jumps, that fit only if some of their
-blocks run again, at most MOST_REFITTED are tried at once."""
+"""Where a model has at most FEW_CUTS cuts they are all timed. Of those that fit only if some of their blocks run again,
+at most MOST_REFITTED are tried."""
 
 SHIFTS = ((0, 0, 0), (0, -1, 0), (-1, -1, 0), (-1, 0, 0), (0, 1, 0), (1, 1, 0), (1, 0, 0), (0, 0, -1), (0, 0, 1))
 """By how many pieces the two ends of a stage may shift: not at all; for a piece that goes to a later stage, those of
@@ -99,20 +97,14 @@ class Shifting:
     _known: dict[tuple[int, int, int, int], _Stretch] = field(default_factory=dict)
 
     def shifted(self, cuts: Cuts) -> Cuts:
-        """`cuts`, or the fastest of all where these are few, after the best moves and jumps, as long as they gain."""
-        cuts, moves, left = self._fastest_of_all(cuts), self._moves(), SEARCH_ACTIONS
-        while left > 0:
-            left -= self.actions * len(moves)
+        """`cuts`, or the fastest of all where these are few, after the best moves, as long as they gain."""
+        cuts, moves = self._fastest_of_all(cuts), self._moves()
+        for _ in range(int(SEARCH_ACTIONS / (self.actions * len(moves))) + 1):
             steps_s = self._steps_s(cuts, moves)
             best = int(steps_s.argmin())
-            if steps_s[best] < steps_s[0] * (1 - LEAST_GAIN):
-                cuts = self._moved(cuts, moves[best])
-                continue
-            before, jumps = cuts, self._jumps(cuts.bounds)
-            left -= self.actions * len(jumps)
-            cuts = self._fastest(cuts, jumps)
-            if cuts is before:
+            if not steps_s[best] < steps_s[0] * (1 - LEAST_GAIN):
                 break
+            cuts = self._moved(cuts, moves[best])
         return cuts
 
     def _moved(self, cuts: Cuts, move: np.ndarray) -> Cuts:
@@ -127,45 +119,27 @@ class Shifting:
             ],
         )
 
-    @cached_property
-    def _ends(self) -> list[int]:
-        """The pieces that a stage can begin with, but for the first."""
-        return [end for end in range(1, len(self.pieces[0].costs)) if end not in self.barred]
-
     def _fastest_of_all(self, cuts: Cuts) -> Cuts:
-        """The fastest of all cuts, where there are few; `cuts` where none is faster."""
+        """The fastest of all cuts that fit and have as many stages with blocks, where there are few; with as few pieces
+        run again as memory allows. `cuts` where none is faster."""
         count, stages = len(self.pieces[0].costs), len(self.at)
         if not are_few(count, stages, self.barred):
             return cuts
-        return self._fastest(cuts, list(itertools.combinations(self._ends, stages - 1)))
-
-    def _jumps(self, bounds: Sequence[int]) -> list[tuple[int, ...]]:
-        """All other bounds that differ from `bounds` in one; none where timing them is too much work."""
-        kept = [{*bounds} - {bound} for bound in bounds]
-        new = [end for end in self._ends if end not in bounds]
-        if self.actions * len(kept) * len(new) > ROUND_ACTIONS:
-            return []
-        return [tuple(sorted({*rest, end})) for rest in kept for end in new]
-
-    def _fastest(self, cuts: Cuts, among: Collection[Sequence[int]]) -> Cuts:
-        """The fastest of the cuts at one of the bounds `among` that fit and have as many stages with blocks as `cuts`;
-        with as few pieces run again as memory allows. `cuts` where none is faster."""
-        count, stages, least = len(self.pieces[0].costs), len(self.at), self._with_blocks(cuts.bounds)
-        ways = [Cuts([*bounds], [0] * stages) for bounds in among if self._with_blocks(bounds) >= least]
-        if not ways:
-            return cuts
-        best_s, tried = float(self._timed([cuts])[0][0]), 0
-        steps_s, fits = self._timed(ways)  # as fast as if nothing had to run again
-        gaining = [index for index in np.argsort(steps_s, kind="stable") if steps_s[index] < best_s * (1 - LEAST_GAIN)]
-        if not gaining:
-            return cuts
-        _, possible = self._timed([Cuts(ways[index].bounds, [count] * stages) for index in gaining])
-        for index, may_fit in zip(gaining, possible, strict=True):
+        ends = [end for end in range(1, count) if end not in self.barred]
+        least, every = self._with_blocks(cuts.bounds), itertools.combinations(ends, stages - 1)
+        ways = [Cuts([*bounds], [0] * stages) for bounds in every if self._with_blocks(bounds) >= least]
+        best_s = float(self._timed([cuts])[0][0])
+        (steps_s, fits), (_, possible) = (
+            self._timed(ways),
+            self._timed([Cuts(way.bounds, [count] * stages) for way in ways]),
+        )
+        tried = 0
+        for index in np.argsort(steps_s, kind="stable"):  # as fast as if nothing had to run again
             if not steps_s[index] < best_s * (1 - LEAST_GAIN) or tried == MOST_REFITTED:
                 break
             if fits[index]:
                 return ways[index]
-            if may_fit:
+            if possible[index]:
                 tried += 1
                 made = fitted(self.pieces, ways[index], self.at, self.flying, self.limits)
                 (made_s, *_), (held, *_) = self._timed([made])

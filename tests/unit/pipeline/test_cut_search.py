@@ -187,31 +187,6 @@ def test_shifted_cuts_are_no_slower_and_fit_and_none_next_to_them_is_faster(
                 nbytes <= limit for nbytes, limit in zip(_held(table, pieces, made.bounds, again), limits, strict=True)
             )
             assert not fits or _step_s(table, pieces, made.bounds, again) >= step_s * (1 - 1e-4)
-    ends = {*range(1, len(pieces.costs))} - {*barred, *made.bounds}
-    for bound, end in itertools.product(made.bounds, ends):
-        jumped = sorted({*made.bounds, end} - {bound})
-        there = fitted([pieces] * table.stages, Cuts(jumped, [0] * table.stages), table.at, table.in_flight, limits)
-        fits = all(
-            nbytes <= limit for nbytes, limit in zip(_held(table, pieces, jumped, there.again), limits, strict=True)
-        )
-        assert not fits or _step_s(table, pieces, jumped, there.again) >= step_s * (1 - 1e-4)
-
-
-@pytest.mark.parametrize("first", [[3, 7, 13, 18], [1, 2, 3, 4]])
-def test_cuts_jump_to_where_little_is_sent(first: list[int]) -> None:
-    """Places that run one after the other: what counts is what is sent, four times as much inside of every five pieces
-    as between them. To move one piece at a time gains nothing."""
-    table = timetable(Kind("naive"), 5, 1)
-    pieces = Pieces([Cost(3.0, forward_s=1.0, rest_bytes=1.0)] * 25, [Cost(4.0, forward_s=1.0, rest_bytes=1.0)] * 25)
-
-    def time_of(stage: int, part: Sequence[Cost], stop: int) -> StageTime:
-        return StageTime(1.0 * len(part), 1.0 * len(part), 1.0 * len(part), 4.0 if stop % 5 else 1.0)
-
-    assert not cut_search.are_few(25, 5, ())
-    made = Shifting(
-        [pieces] * 5, table.in_flight, [math.inf] * 5, table.at, (), (), time_of, table.ends_all_s, table.actions
-    ).shifted(Cuts(first, [0] * 5))
-    assert made.bounds == [5, 10, 15, 20]
 
 
 def test_a_pipeline_that_is_hardly_ever_full_begins_and_ends_with_short_stages() -> None:

@@ -149,10 +149,12 @@ class _Filling:
                     break
                 best[scope] = self._fewest(best, scope, way, at_least) or best[scope]
             pairs = [Rerun(less.kept, 0, more.kept) for less, more in itertools.combinations(corners, 2)]
-            for sure_s, at_most, way in sorted(self._sure(best, scope, pairs), key=lambda each: each[:2]):
+            for sure_s, (at_least, at_most), way in sorted(
+                self._sure(best, scope, pairs), key=lambda each: (each[0], each[1][1])
+            ):
                 if sure_s >= self.cost(best).time_s * (1 - BETTER):
                     break
-                best[scope] = self._fewest_of_two(best, scope, way, at_most) or best[scope]
+                best[scope] = self._fewest_of_two(best, scope, way, at_least, at_most) or best[scope]
         return best
 
     def _hoped(self, ways: Reruns, scope: str, among: Sequence[Rerun]) -> list[tuple[float, int, Rerun]]:
@@ -253,9 +255,9 @@ class _Filling:
             few, enough = (few, middle) if fits(before[middle]) else (middle, enough)
         return replace(way, count=before[enough])
 
-    def _sure(self, ways: Reruns, scope: str, among: Sequence[Rerun]) -> Iterator[tuple[float, int, Rerun]]:
-        """Of ways in which the other blocks keep `rest`: the seconds that are sure by the walk, the number of blocks
-        with them, and the way.
+    def _sure(self, ways: Reruns, scope: str, among: Sequence[Rerun]) -> Iterator[tuple[float, tuple[int, int], Rerun]]:
+        """Of ways in which the other blocks keep `rest`: the seconds that are sure by the walk, the fewest blocks by
+        the Problem's count and the number of blocks with these seconds, and the way.
 
         The peak is the greatest of sums that each grow evenly with the number of blocks, so it is at most the line
         between its ends, where all blocks are alike.
@@ -267,13 +269,13 @@ class _Filling:
             less, more = (self._peak_of_all(ways, scope, kept) for kept in (way.kept, way.rest))
             if less <= room_bytes < more:
                 at_most = max(at_least, math.ceil(last * (more - room_bytes) / (more - less)))
-                yield self.cost({**ways, scope: replace(way, count=at_most)}).time_s, at_most, way
+                yield self.cost({**ways, scope: replace(way, count=at_most)}).time_s, (at_least, at_most), way
 
-    def _fewest_of_two(self, ways: Reruns, scope: str, way: Rerun, at_most: int) -> Rerun | None:
-        """`way` with the fewest blocks, up to `at_most`, that keep `way.kept`, so that it fits by both counts; None
-        where that is not faster than `ways`, or all blocks keep the same."""
-        at_least = max(1, self._counted(ways, scope, way) or 0)
-        faster = [n for n in self._faster(ways, scope, way, at_least) if n <= min(at_most, self._blocks(scope) - 1)]
+    def _fewest_of_two(self, ways: Reruns, scope: str, way: Rerun, at_least: int, at_most: int) -> Rerun | None:
+        """`way` with the fewest blocks, from `at_least` to `at_most`, that keep `way.kept`, so that it fits by
+        both counts; None where that is not faster than `ways`, or all blocks keep the same."""
+        both = range(1, min(at_most, self._blocks(scope) - 1) + 1)
+        faster = [n for n in self._faster(ways, scope, way, at_least) if n in both]
         found = bisect_left(faster, True, key=lambda n: self.fits({**ways, scope: replace(way, count=n)}))
         return replace(way, count=faster[found]) if found < len(faster) else None
 

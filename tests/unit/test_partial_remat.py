@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,12 @@ def limits(recipe: str, shares: tuple[float, ...]) -> list[float]:
     return [least + share * (most - least) for share in shares]
 
 
+def made_with(**about: Any) -> Plan:
+    """The plan of the stack under a request with these fields."""
+    request = Request(Cluster.parse("cpu:1x4"), **about)
+    return plan(graph(LAYERS), HINTS, request, model="stack", graph_hash="0" * 64)
+
+
 @pytest.mark.parametrize("recipe", ["ddp", "zero3", "megatron"])
 def test_the_more_memory_there_is_the_less_time_it_takes(recipe: str) -> None:
     """From all blocks run again whole to none at all, and never with more memory than there is."""
@@ -108,13 +115,7 @@ def test_a_plan_that_runs_some_blocks_again_takes_what_is_said() -> None:
     """What is planned where memory is short, as it is walked and simulated; a recipe that is priced along the way takes
     no less."""
     (limit_bytes,) = limits("zero3", (0.5,))
-    made = plan(
-        graph(LAYERS),
-        HINTS,
-        Request(Cluster.parse("cpu:1x4"), recipe="zero3", memory_bytes=limit_bytes),
-        model="stack",
-        graph_hash="0" * 64,
-    )
+    made = made_with(recipe="zero3", memory_bytes=limit_bytes)
     (count,) = made.stages[0].again.values()
     assert 0 < count < LAYERS and f"layers_0 (the first {count})" in made.run_again
     assert made.predicted.memory_bytes == predict(planner_of().program, made).peak_bytes <= limit_bytes
@@ -134,13 +135,7 @@ def test_a_plan_that_runs_some_blocks_again_takes_what_is_said() -> None:
 def test_a_plan_whose_blocks_keep_different_results_takes_what_is_said() -> None:
     """Three blocks keep nothing and three one result each: one of it for all takes more time, the other more memory."""
     (limit_bytes,) = limits("megatron", (0.3,))
-    made = plan(
-        graph(LAYERS),
-        HINTS,
-        Request(Cluster.parse("cpu:1x4"), recipe="megatron", memory_bytes=limit_bytes),
-        model="stack",
-        graph_hash="0" * 64,
-    )
+    made = made_with(recipe="megatron", memory_bytes=limit_bytes)
     assert made.parted == {SCOPE: {"layers_3": 3}} and not made.stages[0].again
     assert made.run_again.startswith(f"{SCOPE}, whole; layers_3, keeping ")
     parted = planner_of().parted(made.parted)
@@ -181,13 +176,7 @@ def test_a_part_of_one_block_has_the_layouts_of_the_run(recipe: str) -> None:
 @pytest.mark.parametrize("level", ["full", "selective"])
 def test_each_block_that_is_run_again_keeps_as_much_less_as_the_next(recipe: str, level: str) -> None:
     """From none of six to all, as walked: also where the last one is the only one that is not."""
-    made = plan(
-        graph(LAYERS),
-        HINTS,
-        Request(Cluster.parse("cpu:1x4"), recipe=recipe, remat=level),
-        model="stack",
-        graph_hash="0" * 64,
-    )
+    made = made_with(recipe=recipe, remat=level)
     kept = [
         predict(
             planner_of().program, replace(made, stages=(replace(made.stages[0], again={SCOPE: n}),))

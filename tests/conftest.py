@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: some operators' results and sizes differ by threads
 
 from tests.helpers import tiers
 from tests.helpers.examples import USUAL

@@ -42,19 +42,24 @@ def all_times(here: Laying, plan: Plan, parts: Sequence[Sequence[Cost]], seen: S
         return [stage_time(parts[0], 0.0, split=False, training=here.context.request.settings.training)]
     program = here.context.planner(here.shape.microbatches).program
     sent_s = [_send_s(program, plan, view.sends, link) for view, link in zip(seen, _hops(here), strict=False)]
-    return [one_time(here, stage, *each) for stage, each in enumerate(zip(parts, [*sent_s, 0.0], seen, strict=True))]
+    return [one_time(here, seen, stage, *each) for stage, each in enumerate(zip(parts, [*sent_s, 0.0], strict=True))]
 
 
-def one_time(here: Laying, stage: int, part: Sequence[Cost], send_s: float, view: View) -> StageTime:
-    """Seconds of one of several stages, which is separable as in `view`."""
+def one_time(here: Laying, seen: Sequence[View], stage: int, part: Sequence[Cost], send_s: float) -> StageTime:
+    """Seconds of one of several stages, which is separable as its view in `seen`."""
     table = here.table
     return stage_time(
         part,
         send_s,
-        split=table.schedule.splits_backward and view.separable,
+        split=table.schedule.splits_backward and seen[stage].separable,
         training=here.context.request.settings.training,
         action_s=here.ground.places.device(table.at[stage]).action_s if table.places > 1 else 0.0,
     )
+
+
+def wait_for_links(times: Sequence[StageTime]) -> bool:
+    """Whether some link is busier than every stage: then a less even cut may be faster."""
+    return 2 * max(time.send_s for time in times[:-1]) > max(time.of("F") + time.of("B") for time in times)
 
 
 def _hops(here: Laying) -> list[MeshAxis]:

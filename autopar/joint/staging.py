@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autopar.bare_plan import bare_plan
 from autopar.errors import InfeasibleError
@@ -15,7 +16,7 @@ from autopar.joint.place_kinds import Ground
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shape_problems import Apart, Chosen
 from autopar.joint.shapes import Shape
-from autopar.joint.stage_times import Laying, all_times, one_time, pieces_send_s
+from autopar.joint.stage_times import Laying, all_times, one_time, pieces_send_s, wait_for_links
 from autopar.joint.timetables import Timetable
 from autopar.memory import hosts, predict
 from autopar.memory.plans_that_fit import within
@@ -106,7 +107,7 @@ def lay(
     if table.virtual > 1 and _unevenly_busy(table, times):
         with suppress(InfeasibleError):
             found.append(_cut(here, (), by_place=True)[0])
-    if table.stages > 1 and _waits_for_links(times):
+    if table.stages > 1 and wait_for_links(times):
         with suppress(InfeasibleError):
             found.append(_cut(here, pieces_send_s(here))[0])
     fastest_s = min(f.step_s for f in found)
@@ -135,11 +136,6 @@ class _Cut:
 def _by_stage(here: Laying) -> list[Pieces]:
     """For each stage, the costs of all pieces on its place."""
     return [here.chosen.on(place, here.ground.kinds[place]) for place in here.table.at]
-
-
-def _waits_for_links(times: Sequence[StageTime]) -> bool:
-    """Whether some link is busier than every stage: then a less even cut may be faster."""
-    return 2 * max(time.send_s for time in times[:-1]) > max(time.of("F") + time.of("B") for time in times)
 
 
 def _unevenly_busy(table: Timetable, times: Sequence[StageTime]) -> bool:
@@ -235,20 +231,24 @@ def _made(here: Laying, pieces: Sequence[Pieces], cuts: Cuts) -> _Cut:
 def _shifted(here: Laying, found: Found) -> Found:
     """`found`, or the result of shifting its cuts (pipeline.cut_search), where that is faster."""
     context, table, ground = here.context, here.table, here.ground
-    pieces, seen, sends_s = _by_stage(here), views(found.program, found.plan), [*pieces_send_s(here), 0.0]
-
-    def time_of(stage: int, part: Sequence[Cost], stop: int) -> StageTime:
-        return one_time(here, stage, part, sends_s[stop], seen[stage])
-
+    pieces = _by_stage(here)
+    added = _held(found.cuts.parts(pieces), table)
     room = [
-        limit - max(0.0, walked - added)
-        for limit, walked, added in zip(
-            ground.limits, found.places_bytes, _held(found.cuts.parts(pieces), table), strict=True
-        )
+        limit - max(0.0, walked - nbytes)
+        for limit, walked, nbytes in zip(ground.limits, found.places_bytes, added, strict=True)
     ]
     blocks = frozenset(index for index, unit in enumerate(context.units) if unit.instance >= 0)
     cuts = Shifting(
-        pieces, table.in_flight, room, table.at, context.barred, blocks, time_of, table.ends_all_s, table.actions
+        pieces,
+        table.in_flight,
+        room,
+        table.at,
+        context.barred,
+        blocks,
+        [*pieces_send_s(here), 0.0],
+        partial(one_time, here, views(found.program, found.plan)),
+        table.ends_all_s,
+        table.actions,
     ).shifted(found.cuts)
     if cuts == found.cuts:
         return found

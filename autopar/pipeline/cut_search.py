@@ -5,8 +5,10 @@ gets shorter.
 fills sooner behind short first stages, and drains sooner where the last ones are short. From a cut of `balance`, or
 from the fastest of all where a model has few cuts, a move gives one piece from one stage to another, and shifts the
 stages between them by one piece; or one block less runs again, on a place with several stages also in exchange for one
-of another stage. All moves are timed at once and the best one is made, until none gains enough. A stage that has blocks
-keeps at least one: without blocks, hardly any communication of a stage is overlapped, and prices of that are rough.
+of another stage. All moves are timed at once and the best one is made, until none gains enough. Between two cuts where
+little is sent there may be many where much is: then a cut jumps to where less is sent, so that two stages become one
+and another one two. A stage that has blocks keeps at least one: without blocks, hardly any communication of a stage is
+overlapped, and prices of that are rough.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ LEAST_GAIN = 1e-5  # relative to the step: moves that gain less are not made
 
 ROUND_ACTIONS, SEARCH_ACTIONS = 1e7, 1e8
 """The work of timing moves, in simulated actions (actions of a step, times moves): at most so much in one round, and in
-all rounds together. Where a round would have more, stages give pieces to nearby stages only."""
+all rounds together. Where a round would have more, stages give pieces to nearby stages only, and no cut jumps."""
 
 FEW_CUTS, MOST_REFITTED = 2000, 200
-"""Where a model has at most FEW_CUTS cuts they are all timed. Of those that fit only if some of their blocks run again,
-at most MOST_REFITTED are tried."""
+"""Where a model has at most FEW_CUTS cuts they are all timed. Of those, and of jumps, that fit only if some of their
+blocks run again, at most MOST_REFITTED are tried at once."""
 
 SHIFTS = ((0, 0, 0), (0, -1, 0), (-1, -1, 0), (-1, 0, 0), (0, 1, 0), (1, 1, 0), (1, 0, 0), (0, 0, -1), (0, 0, 1))
 """By how many pieces the two ends of a stage may shift: not at all; for a piece that goes to a later stage, those of
@@ -44,8 +46,8 @@ between, of the giver. And by how many more of its pieces run again."""
 LESS, MORE = 7, 8
 """One piece less runs again, and one more."""
 
-TimeOf = Callable[[int, Sequence[Cost], int], StageTime]
-"""(stage, its pieces, the number of the piece after its last one) -> its times."""
+TimeOf = Callable[[int, Sequence[Cost], float], StageTime]
+"""(stage, its pieces, the seconds of a send behind it) -> its times."""
 
 EndsOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """As Timetable.ends_all_s."""
@@ -80,6 +82,7 @@ class Shifting:
     at         the place of each stage
     barred     the pieces before which no stage can begin
     blocks     the pieces that are blocks
+    sends_s    for each piece, and the end of the model, the seconds of a send where a stage ends in front of it
     time_of    the times of a stage
     ends_of    when each place is done, for many ways at once
     actions    how many actions are simulated to time one way
@@ -91,20 +94,27 @@ class Shifting:
     at: Sequence[int]
     barred: Collection[int]
     blocks: Collection[int]
+    sends_s: Sequence[float]
     time_of: TimeOf
     ends_of: EndsOf
     actions: int
     _known: dict[tuple[int, int, int, int], _Stretch] = field(default_factory=dict)
 
     def shifted(self, cuts: Cuts) -> Cuts:
-        """`cuts`, or the fastest of all where these are few, after the best moves, as long as they gain."""
-        cuts, moves = self._fastest_of_all(cuts), self._moves()
-        for _ in range(int(SEARCH_ACTIONS / (self.actions * len(moves))) + 1):
+        """`cuts`, or the fastest of all where these are few, after the best moves and jumps, as long as they gain."""
+        cuts, moves, left = self._fastest_of_all(cuts), self._moves(), SEARCH_ACTIONS
+        while left > 0:
+            left -= self.actions * len(moves)
             steps_s = self._steps_s(cuts, moves)
             best = int(steps_s.argmin())
-            if not steps_s[best] < steps_s[0] * (1 - LEAST_GAIN):
+            if steps_s[best] < steps_s[0] * (1 - LEAST_GAIN):
+                cuts = self._moved(cuts, moves[best])
+                continue
+            before, jumps = cuts, self._jumps(cuts.bounds)
+            left -= self.actions * len(jumps)
+            cuts = self._fastest(cuts, jumps)
+            if cuts is before:
                 break
-            cuts = self._moved(cuts, moves[best])
         return cuts
 
     def _moved(self, cuts: Cuts, move: np.ndarray) -> Cuts:
@@ -119,27 +129,50 @@ class Shifting:
             ],
         )
 
+    @cached_property
+    def _ends(self) -> list[int]:
+        """The pieces that a stage can begin with, but for the first."""
+        return [end for end in range(1, len(self.pieces[0].costs)) if end not in self.barred]
+
     def _fastest_of_all(self, cuts: Cuts) -> Cuts:
-        """The fastest of all cuts that fit and have as many stages with blocks, where there are few; with as few pieces
-        run again as memory allows. `cuts` where none is faster."""
+        """The fastest of all cuts, where there are few; `cuts` where none is faster."""
         count, stages = len(self.pieces[0].costs), len(self.at)
         if not are_few(count, stages, self.barred):
             return cuts
-        ends = [end for end in range(1, count) if end not in self.barred]
-        least, every = self._with_blocks(cuts.bounds), itertools.combinations(ends, stages - 1)
-        ways = [Cuts([*bounds], [0] * stages) for bounds in every if self._with_blocks(bounds) >= least]
-        best_s = float(self._timed([cuts])[0][0])
-        (steps_s, fits), (_, possible) = (
-            self._timed(ways),
-            self._timed([Cuts(way.bounds, [count] * stages) for way in ways]),
-        )
-        tried = 0
-        for index in np.argsort(steps_s, kind="stable"):  # as fast as if nothing had to run again
+        return self._fastest(cuts, list(itertools.combinations(self._ends, stages - 1)))
+
+    def _jumps(self, bounds: Sequence[int]) -> list[tuple[int, ...]]:
+        """The other bounds that differ from `bounds` in one, in place of which less is sent; none where timing them is
+        too much work."""
+        less = [
+            (bound, end)
+            for bound in bounds
+            for end in self._ends
+            if end not in bounds and self.sends_s[end] < self.sends_s[bound]
+        ]
+        if self.actions * len(less) > ROUND_ACTIONS:
+            return []
+        return [tuple(sorted({*bounds, end} - {bound})) for bound, end in less]
+
+    def _fastest(self, cuts: Cuts, among: Collection[Sequence[int]]) -> Cuts:
+        """The fastest of the cuts at one of the bounds `among` that fit and have as many stages with blocks as `cuts`;
+        with as few pieces run again as memory allows. `cuts` where none is faster."""
+        count, stages, least = len(self.pieces[0].costs), len(self.at), self._with_blocks(cuts.bounds)
+        ways = [Cuts([*bounds], [0] * stages) for bounds in among if self._with_blocks(bounds) >= least]
+        if not ways:
+            return cuts
+        best_s, tried = float(self._timed([cuts])[0][0]), 0
+        steps_s, fits = self._timed(ways)  # as fast as if nothing had to run again
+        gaining = [index for index in np.argsort(steps_s, kind="stable") if steps_s[index] < best_s * (1 - LEAST_GAIN)]
+        if not gaining:
+            return cuts
+        _, possible = self._timed([Cuts(ways[index].bounds, [count] * stages) for index in gaining])
+        for index, may_fit in zip(gaining, possible, strict=True):
             if not steps_s[index] < best_s * (1 - LEAST_GAIN) or tried == MOST_REFITTED:
                 break
             if fits[index]:
                 return ways[index]
-            if possible[index]:
+            if may_fit:
                 tried += 1
                 made = fitted(self.pieces, ways[index], self.at, self.flying, self.limits)
                 (made_s, *_), (held, *_) = self._timed([made])
@@ -261,7 +294,7 @@ class Shifting:
     def _made(self, stage: int, first: int, stop: int, again: int) -> _Stretch:
         """A possible stage of the pieces `[first, stop)`, the first `again` of which run again."""
         part = [*self.pieces[stage].again[first : first + again], *self.pieces[stage].costs[first + again : stop]]
-        time = self.time_of(stage, part, stop)
+        time = self.time_of(stage, part, self.sends_s[stop])
         once_s, rest, kept, halfway = (
             sum(getattr(c, name) for c in part) for name in ("once_s", "rest_bytes", "kept_bytes", "halfway_bytes")
         )

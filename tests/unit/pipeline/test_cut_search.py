@@ -54,16 +54,19 @@ PIECES = st.lists(
 )
 
 
-def _time(stage: int, part: Sequence[Cost], stop: int) -> StageTime:
+SENDS_S = [0.1 * (stop % 3) for stop in range(25)]
+
+
+def _time(stage: int, part: Sequence[Cost], send_s: float) -> StageTime:
     forward_s, seconds = sum(c.forward_s for c in part), sum(c.micro_s for c in part)
-    return StageTime(forward_s, (seconds - forward_s) / 2, (seconds - forward_s) / 2, 0.1 * (stop % 3))
+    return StageTime(forward_s, (seconds - forward_s) / 2, (seconds - forward_s) / 2, send_s)
 
 
 def _step_s(table: Timetable, pieces: Pieces, bounds: Sequence[int], again: Sequence[int]) -> float:
     parts = Cuts([*bounds], [*again]).parts([pieces] * table.stages)
     edges = [0, *bounds, len(pieces.costs)]
     ends = table.ends_s(
-        [_time(stage, part, stop) for stage, (part, stop) in enumerate(zip(parts, edges[1:], strict=True))]
+        [_time(stage, part, SENDS_S[stop]) for stage, (part, stop) in enumerate(zip(parts, edges[1:], strict=True))]
     )
     return max(
         end + sum(c.once_s for part, at in zip(parts, table.at, strict=True) if at == place for c in part)
@@ -89,7 +92,7 @@ def _shifted(
 ) -> Cuts:
     by_stage = [pieces] * table.stages
     return Shifting(
-        by_stage, table.in_flight, limits, table.at, barred, blocks, _time, table.ends_all_s, table.actions
+        by_stage, table.in_flight, limits, table.at, barred, blocks, SENDS_S, _time, table.ends_all_s, table.actions
     ).shifted(cuts)
 
 
@@ -187,6 +190,44 @@ def test_shifted_cuts_are_no_slower_and_fit_and_none_next_to_them_is_faster(
                 nbytes <= limit for nbytes, limit in zip(_held(table, pieces, made.bounds, again), limits, strict=True)
             )
             assert not fits or _step_s(table, pieces, made.bounds, again) >= step_s * (1 - 1e-4)
+    ends = {*range(1, len(pieces.costs))} - {*barred, *made.bounds}
+    for bound, end in itertools.product(made.bounds, ends):
+        if SENDS_S[end] >= SENDS_S[bound]:
+            continue
+        jumped = sorted({*made.bounds, end} - {bound})
+        there = fitted([pieces] * table.stages, Cuts(jumped, [0] * table.stages), table.at, table.in_flight, limits)
+        fits = all(
+            nbytes <= limit for nbytes, limit in zip(_held(table, pieces, jumped, there.again), limits, strict=True)
+        )
+        assert not fits or _step_s(table, pieces, jumped, there.again) >= step_s * (1 - 1e-4)
+
+
+@pytest.mark.parametrize("first", [[3, 7, 13, 18], [1, 2, 3, 4]])
+def test_cuts_jump_to_where_little_is_sent(first: list[int]) -> None:
+    """Places that run one after the other: what counts is what is sent, four times as much inside of every five pieces
+    as between them. To move one piece at a time gains nothing."""
+    table = timetable(Kind("naive"), 5, 1)
+    pieces = Pieces([Cost(3.0, forward_s=1.0, rest_bytes=1.0)] * 25, [Cost(4.0, forward_s=1.0, rest_bytes=1.0)] * 25)
+
+    sends_s = [4.0 if stop % 5 else 1.0 for stop in range(26)]
+
+    def time_of(stage: int, part: Sequence[Cost], send_s: float) -> StageTime:
+        return StageTime(1.0 * len(part), 1.0 * len(part), 1.0 * len(part), send_s)
+
+    assert not cut_search.are_few(25, 5, ())
+    made = Shifting(
+        [pieces] * 5,
+        table.in_flight,
+        [math.inf] * 5,
+        table.at,
+        (),
+        (),
+        sends_s,
+        time_of,
+        table.ends_all_s,
+        table.actions,
+    ).shifted(Cuts(first, [0] * 5))
+    assert made.bounds == [5, 10, 15, 20]
 
 
 def test_a_pipeline_that_is_hardly_ever_full_begins_and_ends_with_short_stages() -> None:
@@ -215,6 +256,15 @@ def test_a_stage_that_has_blocks_keeps_one() -> None:
     )
     for blocks, sizes in (((), 1), (range(2, 10), 3)):
         made = Shifting(
-            [slow, fast], table.in_flight, [math.inf] * 2, table.at, (), blocks, _time, table.ends_all_s, table.actions
+            [slow, fast],
+            table.in_flight,
+            [math.inf] * 2,
+            table.at,
+            (),
+            blocks,
+            SENDS_S,
+            _time,
+            table.ends_all_s,
+            table.actions,
         ).shifted(Cuts([5], [0, 0]))
         assert made.bounds == [sizes]

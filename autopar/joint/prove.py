@@ -64,7 +64,7 @@ LOOKS = (
     (True, Effort(0)),
     (True, Effort(QUICK_ROUNDS)),
     (False, Effort(QUICK_ROUNDS)),
-    (False, Effort(MOST_ROUNDS, 128)),
+    (False, Effort(MOST_ROUNDS, 256)),
     (False, Effort(MOST_ROUNDS, MOST_CASES)),
 )
 """The looks after the floor, in order: whether shapes are bounded together, and the effort."""

@@ -80,8 +80,21 @@ def tensor_role(setup: Setup) -> Role:
 
 
 def context_role(setup: Setup) -> Role:
-    """The role of the context-parallel axis of a configuration."""
-    return beside_experts(sequence.context) if setup.experts_over_context else sequence.context
+    """The role of the context-parallel axis of a configuration. Its ranks have the same weights, as data-parallel ones
+    have, whose gradients are summed once per step."""
+    role = sequence.context if setup.zero else whole_weights(sequence.context)
+    return beside_experts(role) if setup.experts_over_context else role
+
+
+@cache
+def whole_weights(role: Role) -> Role:
+    """`role` for operators; parameters are whole."""
+
+    def mixed(ways: int) -> Allow:
+        works = role(ways)
+        return lambda op, option: not option.split if op.role == "param" else works(op, option)
+
+    return mixed
 
 
 @cache

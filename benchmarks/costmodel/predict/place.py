@@ -148,7 +148,8 @@ def decide(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -
         turn_bytes=software.turn_bytes,
         casts_shards=software.casts_shards,
         matmul_share=software.matmul_share,
-        attention=software.attention * device.flash2,
+        # no software has a faster kernel than the fastest one of the device
+        attention=min(1.0, software.attention * device.flash2),
         dealt=True,
         tokens_in_parts=software.tokens_in_parts,
         rows_to="nodes" if software.rows_once else "experts",

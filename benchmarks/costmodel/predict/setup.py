@@ -40,7 +40,8 @@ class Software:
     hidden_tensor        share of the time of tensor-parallel collectives that is overlapped with the matmuls before or
                          after them
     hidden_tokens        share of the time of all-to-alls to experts and back that is overlapped with another microbatch
-    attention            rate of fused attention as a multiple of FlashAttention-2's on the device
+    attention            rate of fused attention as a multiple of FlashAttention-2's on the device, up to that of the
+                         device's fastest kernel
     habits               how long it holds tensors, and in which buffers
     gathered_bytes       bytes per element of weights that are gathered at each use
     tensor_share         bytes of tensor-parallel collectives over those in the dtype of the model, where some are

@@ -131,6 +131,8 @@ class _Step:
         # the stage by which weights are gathered and gradients scattered: stages that gather once per step do so as in
         # ZeRO-2
         self.zero = 2 if setup.zero == 3 and setup.pp > 1 and self.software.gathers_once else setup.zero
+        # gradients that rest cut are scattered after every microbatch; pipelines keep them whole until the last one
+        self.scattered = self.zero == 3 or (setup.zero == 2 and setup.pp == 1 and setup.microbatches > 1)
         self.stages = line(cluster, inner * setup.dp, setup.pp)
         nodes = math.prod(level.size for level in cluster.levels[:-1])
         self.slowest = 1.0 + self.device.spread * largest_of(nodes)
@@ -207,7 +209,7 @@ class _Step:
         host_s = _host_wait_s(host, forward + forward_comm)
         host_back_s = _host_wait_s(host + again_host, back + back_comm + again_s + again_comm)
         exposed = [0.0, 0.0]
-        if self.zero == 3 and self.dense.shards.size > 1:
+        if self.scattered and self.dense.shards.size > 1:
             exposed = self._shards_s(unit, forward + host_s, back + again_s + host_back_s)
         times.forward_s += count * forward
         times.backward_s += count * back
@@ -237,7 +239,7 @@ class _Step:
         """Seconds of adding gradients to those of earlier microbatches: read and written."""
         if self.setup.microbatches == 1:
             return 0.0
-        added = self._owned(unit) if self.zero == 3 else unit.trained
+        added = self._owned(unit) if self.scattered else unit.trained
         return 2 * self.software.gradient_bytes * added / self.bandwidth_bytes_s
 
     def _owned(self, held: UnitTime | _Times) -> float:
@@ -247,9 +249,11 @@ class _Step:
         ) / self.dense.shards.size + held.expert_trained / self.stacked.shards.size
 
     def _shards_s(self, unit: UnitTime, forward_s: float, backward_s: float) -> list[float]:
-        """Exposed seconds of the gathers of a unit's weights and the scatters of their gradients: [forward,
-        backward]."""
-        gather = self._over_shards("all_gather", self.software.gathered_bytes, unit.parameters, unit.expert_parameters)
+        """Exposed seconds of the gathers of a unit's weights, for ZeRO-3, and the scatters of their gradients:
+        [forward, backward]."""
+        gather = (self.zero == 3) * self._over_shards(
+            "all_gather", self.software.gathered_bytes, unit.parameters, unit.expert_parameters
+        )
         scatter = self._over_shards("reduce_scatter", self.software.gradient_bytes, unit.trained, unit.expert_trained)
         copied_s = self.software.shard_bytes * unit.parameters / self.bandwidth_bytes_s
         if not self.software.overlap_gradients:
@@ -322,12 +326,12 @@ class _Step:
         return comm_s - hidden + self.device.contended * hidden
 
     def _sum_s(self, elements: float, owners: Owners) -> float:
-        """Seconds of the sum of gradients: scattered over the ranks that own a part each (with ZeRO-3 already in the
+        """Seconds of the sum of gradients: scattered over the ranks that own a part each (unless they were in the
         backward), then these parts summed over the copies."""
         nbytes = self.software.gradient_bytes * elements
         if self.setup.zero == 0:
             return collective_s("all_reduce", nbytes, owners.all)
-        scatter = 0.0 if self.zero == 3 else collective_s("reduce_scatter", nbytes, owners.shards)
+        scatter = 0.0 if self.scattered else collective_s("reduce_scatter", nbytes, owners.shards)
         return scatter + collective_s("all_reduce", nbytes / owners.shards.size, owners.copies)
 
     def _update_s(self, stages: Sequence[_Times]) -> float:

@@ -227,7 +227,10 @@ def test_ranks_need_not_fill_nodes() -> None:
 def test_context_parallel_ranks_have_whole_weights() -> None:
     """Some rested cut over these ranks and were gathered, and their gradients scattered, for every microbatch: Llama-3
     8B on 2 such ranks was 6 to 13 % too slow, an eighth of its step was that."""
-    wide, cluster = replace(GATED, hidden=2048, heads=16, kv_heads=16, head_dim=128, ffn=8192), Cluster.parse("h100:1x8")
+    wide, cluster = (
+        replace(GATED, hidden=2048, heads=16, kv_heads=16, head_dim=128, ffn=8192),
+        Cluster.parse("h100:1x8"),
+    )
     alone, cut = (price(graph(wide), Setup(1, 1, 2048, cp=ways), cluster, "bfloat16").times for ways in (1, 2))
     assert {name: (unit.parameters, unit.trained) for name, unit in cut.items()} == {
         name: (unit.parameters, unit.trained) for name, unit in alone.items()

@@ -323,22 +323,6 @@ def test_a_cluster_has_as_many_devices_as_there_are_ranks() -> None:
         step(dp=8)
 
 
-def test_shards_are_waited_for_where_nothing_overlaps() -> None:
-    apart, hidden = (step(zero=3, software=Software(overlap_gradients=overlap)) for overlap in (False, True))
-    assert apart.shards_s > hidden.shards_s and apart.compute_s == hidden.compute_s
-
-
-def test_stages_may_gather_once() -> None:
-    """Weights that rest cut were gathered for each microbatch, and their gradients scattered, whatever the software
-    does. On one place nothing changes."""
-    each, once = (step(zero=3, software=Software(gathers_once=on, overlap_gradients=False)) for on in (False, True))
-    more = step(zero=3, microbatches=16, software=Software(gathers_once=True, overlap_gradients=False))
-    assert each.shards_s > 0 == once.shards_s == more.shards_s and 0 < once.sync_s == more.sync_s < each.shards_s
-    assert once.step_s < each.step_s and once.optimizer_s == each.optimizer_s
-    alone = [step(pp=1, dp=8, zero=3, software=Software(gathers_once=on)) for on in (False, True)]
-    assert alone[0] == alone[1]
-
-
 def test_frozen_weights_are_gathered_and_neither_summed_nor_updated() -> None:
     frozen = replace(PLACE, times={name: replace(time, trained=0.0) for name, time in PLACE.times.items()})
     for zero in (0, 1, 3):

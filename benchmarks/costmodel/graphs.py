@@ -23,9 +23,10 @@ FULL = r"(?i)\bfull[ _-](?:iteration|CUDA[ _-]?graphs?)|\bCUDA[ _-]?graphs? \(fu
 nothing outside of theirs either."""
 
 RECIPES: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    # --cuda_graphs true of all that it trains on GB200 (nemotron/launch.sh at v25.05.05); other recipes of that release
-    # have none (NVIDIA/NeMo, scripts/performance/recommended_model_configs/model_configs_gb200.csv)
-    ("dgxc", r"nemotron.* GB200", WHOLE),
+    # --cuda_graphs true of all that it trains on GB200 (nemotron/launch.sh at v25.05.05; grok1/launch.sh there, on B200
+    # too); other recipes of that release have none (llama4/launch.sh; NVIDIA/NeMo,
+    # scripts/performance/recommended_model_configs/model_configs_gb200.csv)
+    ("dgxc", r"nemotron.* GB200|grok.?1.* G?B200", WHOLE),
     # cuda_graphs in model_configs_gb200.csv and model_configs_b200.csv there, at v2.3.0 (25.04) and v2.4.0 (25.07);
     # what FSDP shards has none, scripts of v2.2.0 hardly any
     ("nemo-25.02", "", {}),

@@ -10,7 +10,10 @@ INSIDE = r"nvlink|nvswitch|xgmi|pcie|infinity fabric"
 PORTS_GB_S = {"EDR": 100, "HDR": 200, "NDR": 400, "XDR": 800}
 """Gb/s of an InfiniBand port of each generation, of four lanes (InfiniBand Trade Association, roadmap)."""
 
-PORT = rf"\b(?:InfiniBand|IB|{'|'.join(PORTS_GB_S)})\b"
+GENERATION = rf"\b({'|'.join(PORTS_GB_S)})(\d{{3}})?\b"
+"""A generation of InfiniBand, and the Gb/s of a port that has fewer lanes (HDR100, NDR200)."""
+
+PORT = rf"\b(?:InfiniBand|IB)\b|{GENERATION}"
 RATE = r"(\d+(?:\.\d+)?) ?(?:([GT])(?:b|bit)(?:/s|ps|E)?\b|([GT])B(?:/s|ps)|([GT])\b)"
 """A number, and its unit: of bits, of bytes a second, or without either word, which is bits."""
 
@@ -42,7 +45,7 @@ def _gb_s(part: str, gpus: int) -> float | None:
     rate = _stated_gb_s(part)
     if not rate:
         return None
-    several = re.search(TIMES + r"(?:\d|[EHNX]DR\b)", part)
+    several = re.search(TIMES + r"(?:\d|[EHNX]DR)", part)
     if several:
         whole = int(several[1]) * rate / gpus
         return whole * OMNIPATH if re.search("OmniPath.*per node", part) else whole
@@ -58,5 +61,5 @@ def _stated_gb_s(part: str) -> float | None:
     if found:
         bits, octets, bare = found.groups()[1:]
         return float(found[1]) * (8 if octets else 1) * (1000 if (bits or octets or bare) == "T" else 1)
-    named = re.search(rf"\b({'|'.join(PORTS_GB_S)})\b", part)
-    return PORTS_GB_S[named[1]] if named else None
+    named = re.search(GENERATION, part)
+    return float(named[2] or PORTS_GB_S[named[1]]) if named else None

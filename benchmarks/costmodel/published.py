@@ -16,11 +16,14 @@ from benchmarks.costmodel.reruns import Rerun
 from benchmarks.costmodel.rows import Loaded, Peak, Row
 from benchmarks.costmodel.sharding import Sharding
 from benchmarks.costmodel.software import Adapters, Facts, facts, in_fewer_bits
-from benchmarks.costmodel.tables import Line, Refused, count, positive, rows_of
+from benchmarks.costmodel.tables import Line, Refused, count, positive, rows_of, ways
 from benchmarks.costmodel.times import step_s
 
 POSITIONS = 2048
 """Rows of the table of learned positions, whatever the sequence: it is small, and one graph serves all lengths."""
+
+GPT2_VOCAB = 50257
+"""Of models like GPT-3 whose table does not say it."""
 
 PREDICTS_AHEAD = r"(?i)deepseek-?v3"
 """Models with one more block and head, which their table does not say (num_nextn_predict_layers = 1 in the config of
@@ -68,7 +71,10 @@ PACKED = ((r"(?i)\bsquad packed\b", 256),)
 paragraph of about 120 words with a question and an answer, some 200 tokens (an assumption), rounded to what divides
 sequences. NeMo attends inside samples (user guide 24.07, Sequence Packing)."""
 
-YES, NO = ("y", "yes", "true", "1"), ("n", "no", "false", "0")
+YES, NO = ("y", "yes", "true", "1", "on", "enabled"), ("n", "no", "false", "0", "off", "none", "disabled")
+
+FAILED = r"(?i)oom|out of mem|fail|error|crash|hang|time.?out|killed|not run|skip"
+"""How the column says that a run gave no measurement."""
 
 
 def load(path: Path) -> Loaded:
@@ -77,7 +83,7 @@ def load(path: Path) -> Loaded:
 
 
 def _row(line: Line, name: str) -> Row:
-    if line["status"].lower() not in ("ok", ""):
+    if re.search(FAILED, line["status"]):
         raise Refused(f"status {line['status']}: nothing was measured")
     ranks = Ranks.of(line)
     tp, dp = ranks.tp, ranks.dp
@@ -98,7 +104,7 @@ def _row(line: Line, name: str) -> Row:
     if batch % (micro * dp):
         raise Refused(f"a batch of {batch} is no multiple of micro batch {micro} x {dp} ranks")
     again = Rerun.of(line["recompute"], line["recompute_detail"])
-    ep = count(line, "ep", 1)
+    ep = ways(line, "ep")
     whole, over_context = _own_experts(line, known, ranks, ep)
     setup = Setup(
         micro,
@@ -199,7 +205,7 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
         r"\btied?[ _](word[ _])?embeddings?\b(?![ =:]*false)", about
     ) is not None
     adapters = _adapters(line, known)
-    vocab = -(-count(line, "vocab") // (128 * tp)) * 128 * tp  # as Megatron pads
+    vocab = -(-count(line, "vocab", GPT2_VOCAB if gpt else None) // (128 * tp)) * 128 * tp  # as Megatron pads
     moe = kind == "moe"
     if moe and "; gelu;" in notes:
         raise Refused("experts without gates are not built")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from benchmarks.costmodel.tables import Line, Refused, count
+from benchmarks.costmodel.tables import Line, Refused, count, ways
 
 UNKNOWN = r"(?i)\bzb-?(h-?)?2|\bh2\b|chimera|2bw"
 """Schedules that are not priced: the second of zero bubble begins the next step before the last place has ended this
@@ -14,7 +14,12 @@ one, PipeDream-2BW has no end of a step."""
 FORWARDS_FIRST = r"(?i)g-?pipe|\bafab\b|all[- ]forward"
 """All forwards first, which takes as long as 1F1B and other memory."""
 
-IN_ORDER = rf"{FORWARDS_FIRST}|1f1b|interleav|virtual|\bvpp\b|looped|flush|none|^no\b"
+SEVERAL = r"(?<!non[- ])(?<!no )interleav|virtual|\bvpp\b|looped"
+INTERLEAVED = 2
+"""How the column says that places have several stages, and how many where no other column does: torchtitan's default
+(build_pipeline_schedule, stages_per_rank), and the least that it means."""
+
+IN_ORDER = rf"{FORWARDS_FIRST}|interleav|{SEVERAL}|1f1b|flush|none|^no\b"
 """How the column names that and 1F1B, interleaved where places have several stages."""
 
 SCHEDULES = (
@@ -44,7 +49,7 @@ class Ranks:
     @staticmethod
     def of(line: Line) -> Ranks:
         """Those of a line. Raises Refused where they do not make up its devices, or the schedule is not priced."""
-        tp, cp, pp = (count(line, key, 1) for key in ("tp", "cp", "pp"))
+        tp, cp, pp = (ways(line, key) for key in ("tp", "cp", "pp"))
         stated = count(line, "dp", 0)
         gpus = count(line, "n_gpus", stated * tp * cp * pp)
         if not gpus:
@@ -55,7 +60,8 @@ class Ranks:
         if stated not in (0, dp, dp * cp):  # tables may count context-parallel ranks, which have the same weights
             raise Refused(f"dp is {stated}, and {gpus} GPUs in tp {tp} x cp {cp} x pp {pp} are {dp}")
         schedule, each = _schedule(line["schedule"], pp)
-        vpp = count(line, "vpp", each or 1) if pp > 1 else 1
+        several = each or (INTERLEAVED if re.search(SEVERAL, line["schedule"], re.I) else 1)
+        vpp = ways(line, "vpp", several) if pp > 1 else 1
         if each and vpp != each:
             raise Refused(f"vpp is {vpp}, and places have {each} of schedule {line['schedule']}")
         if schedule != "dualpipe":

@@ -13,7 +13,8 @@ PARTS = (("attention", "att"), ("mlp", "mlp"), ("experts", r"\bmoe\b(?![ _-]act)
 KINDS = (
     ("none", r"^(none|no|n|off|false|0|disabled)\b"),
     ("selective", r"select|partial|core|att|mlp|\bop\b"),
-    ("full", r"full|whole|block|uniform|layer|^(yes|y|on|true|1|all|enabled)\b|checkpoint"),
+    ("full", r"full|whole|block|uniform|(?<![a-z])layers?(?![a-z])|^(yes|y|on|true|1|all|enabled)\b(?!/)|checkpoint"),
+    ("selective", r"moe|norm"),
 )
 """What runs again by how the column names it, the first that it does."""
 

@@ -85,3 +85,8 @@ def count(line: Line, key: str, default: int | None = None) -> int:
     if not (number >= 1 and number.is_integer()):
         raise Refused(f"{key} is {text}; wanted a positive whole number")
     return int(number)
+
+
+def ways(line: Line, key: str, default: int = 1) -> int:
+    """The ranks or stages in a column: `default` where it is empty, 1 where it says that there are none apart."""
+    return 1 if line[key].lower() in ("0", "none", "no") else count(line, key, default)

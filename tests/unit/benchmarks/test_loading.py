@@ -169,6 +169,8 @@ def test_bad_published_runs(tmp_path: Path, change: dict[str, str], why: str) ->
         ("8 x 400 Gb/s IB", 4, 100e9),
         ("InfiniBand 200 Gb/s", 8, 25e9),
         ("HDR InfiniBand", 8, 25e9),
+        ("NDR200", 8, 25e9),
+        ("NVLink, 4x HDR100", 8, 6.25e9),
         ("NVLink 900 GB/s and 8x NDR", 8, 50e9),
         ("NVLink3 600GB/s, 4x HDR 200 Gb/s", 8, 12.5e9),
         ("NVL72 (4 GPUs/tray)", 64, None),

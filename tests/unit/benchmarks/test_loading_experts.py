@@ -156,6 +156,8 @@ def test_whose_attention_is_that_of_transformer_engine(tmp_path: Path, notes: st
         ({"source_id": "megatron-bridge", "source_table": "25.11", "model": "Qwen3_30B_a3B", "gpu": "GB200"}, False),
         ({"source_id": "dgxc-v25.05.05", "model": "Nemotron4-340B", "model_type": "dense-gpt", "gpu": "GB200"}, True),
         ({"source_id": "dgxc-v25.05.05", "model": "Nemotron4-340B", "model_type": "dense-gpt"}, False),
+        ({"source_id": "dgxc-v25.05.05", "model": "Grok1-314B", "gpu": "GB200"}, True),
+        ({"source_id": "dgxc-v25.05.05", "model": "Grok1-314B"}, False),
         ({"source_id": "nemo-25.04", "model": "Mixtral-8x7B", "gpu": "GB200"}, True),
         ({"source_id": "nemo-25.04", "model": "LLAMA3-70B", "model_type": "dense", "gpu": "GB200"}, False),
         ({"source_id": "nemo-25.04", "model": "Nemotron-15B", "model_type": "dense", "gpu": "B200"}, True),

@@ -60,6 +60,7 @@ def test_whose_experts_lie_over_context_parallel_ranks(
         ("h100", "h100"),
         ("H100-80GB-PCIE", "h100-pcie"),
         ("H100 NVL 94GB", None),
+        ("H100 64GB", None),
         ("H100-96GB-HBM2e-500W", "h100-96"),
         ("A100 80G", "a100-80"),
         ("A100-SXM4-40GB", "a100-40"),
@@ -107,6 +108,20 @@ def test_ranks_that_are_not_stated_are_those_that_the_others_leave(tmp_path: Pat
     ]
     one, *same, four, eight = published.load(write(tmp_path / "published_runs.csv", lines)).rows
     assert same == [one, one] and four == eight and (four.setup.dp, four.setup.cp) == (4, 2)
+
+
+def test_axes_that_are_not_there_may_be_none_or_zero(tmp_path: Path) -> None:
+    lines = [RUN | {"vpp": "", "schedule": "1F1B"}]
+    lines += [lines[0] | {"cp": "0", "ep": "none", "vpp": "None"}, lines[0] | {"status": "completed", "ep": "0"}]
+    one, *same = published.load(write(tmp_path / "published_runs.csv", lines)).rows
+    assert same == [one, one]
+
+
+def test_a_vocabulary_that_is_not_stated_is_that_of_gpt_2(tmp_path: Path) -> None:
+    gpt = RUN | {"model_type": "dense-gpt", "ffn_hidden": "", "n_kv_heads": ""}
+    lines = [gpt | {"vocab": vocab} for vocab in ("50257", "")] + [RUN | {"vocab": ""}]
+    found = published.load(write(tmp_path / "published_runs.csv", lines))
+    assert len({row.model for row in found.rows}) == 1 and found.refused == ["7: vocab was not published"]
 
 
 def test_other_spellings_are_read(tmp_path: Path) -> None:
@@ -233,6 +248,10 @@ def test_racks_are_named_by_their_devices_or_their_network(
         ("minimal_flash", "", Rerun("none")),
         ("selective", "SAVE_OUT_PROJ", Rerun("full")),
         ("SAVE_NOTHING", "", Rerun("full")),
+        ("layernorm", "", Rerun("none")),
+        ("layernorm+moe_act", "", Rerun("none")),
+        ("MoE", "", Rerun("selective", parts=("experts",))),
+        ("per-layer", "", Rerun("full")),
         ("everything_saveable", "", Rerun("none")),
     ],
 )
@@ -242,8 +261,9 @@ def test_what_runs_again_in_any_words(kind: str, detail: str, found: Rerun) -> N
 
 
 def test_what_runs_again_is_refused_where_it_is_not_known() -> None:
-    with pytest.raises(Refused, match="recompute is sometimes; wanted none, selective or full"):
-        Rerun.of("sometimes", "")
+    for said in ("sometimes", "1/2"):
+        with pytest.raises(Refused, match=f"recompute is {said}; wanted none, selective or full"):
+            Rerun.of(said, "")
 
 
 def test_a_micro_batch_that_is_not_stated_is_one_where_a_batch_has_no_more(tmp_path: Path) -> None:
@@ -256,7 +276,9 @@ def test_a_micro_batch_that_is_not_stated_is_one_where_a_batch_has_no_more(tmp_p
     ) == (1, 1)
 
 
-@pytest.mark.parametrize("text, cut", [("4", True), ("y", True), ("1", True), ("n", False), ("8", None)])
+@pytest.mark.parametrize(
+    "text, cut", [("4", True), ("y", True), ("1", True), ("on", True), ("n", False), ("Off", False), ("8", None)]
+)
 def test_whether_the_sequence_is_cut_may_be_said_by_the_ranks_that_cut_it(
     tmp_path: Path, text: str, cut: bool | None
 ) -> None:

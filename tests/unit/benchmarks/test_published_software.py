@@ -36,6 +36,19 @@ def test_schedules_that_take_a_backward_apart(
 
 
 @pytest.mark.parametrize(
+    "name, vpp, stages",
+    [("interleaved 1F1B", "", 2), ("1F1B (VPP)", "n/a", 2), ("Interleaved", "4", 4), ("interleaved", "1", 1)]
+    + [(name, "", 1) for name in ("", "1F1B", "non-interleaved 1F1B", "GPipe")],
+)
+def test_interleaved_schedules_have_two_stages_on_a_place_where_nothing_else_is_said(
+    tmp_path: Path, name: str, vpp: str, stages: int
+) -> None:
+    """They were priced as one stage each, with the bubble of that."""
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"schedule": name, "vpp": vpp}])).rows
+    assert (row.setup.vpp, row.setup.schedule) == (stages, "")
+
+
+@pytest.mark.parametrize(
     "notes, zero, hidden", [("", 0, 0.5), ("", 3, 0.0), ("torch.compile", 0, 0.0), ("torch.compile, async TP", 0, 0.5)]
 )
 def test_compiled_software_is_torchs_own(notes: str, zero: int, hidden: float) -> None:

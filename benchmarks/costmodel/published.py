@@ -329,13 +329,15 @@ def _sequence(text: str, tp: int) -> bool:
 def _own_experts(line: Line, known: Facts, ranks: Ranks, ep: int) -> tuple[bool, bool]:
     """Whether tensor-parallel ranks have experts of their own, and context-parallel ones: as the line or its software
     says, or where there are more ways to cut experts than data-parallel ranks. The width of experts is cut over
-    tensor-parallel ranks where nothing else is said (Megatron-Core, expert_tensor_parallel_size)."""
-    said = known.whole_experts or re.search(r"ETP=1\b|_etp1_", f"{line['notes']} {line['model']}") is not None
+    tensor-parallel ranks where nothing else is said (Megatron-Core, expert_tensor_parallel_size, which came with ranks
+    of experts that are numbered by themselves: https://arxiv.org/abs/2504.14960)."""
+    stated = re.search(r"ETP ?= ?(\d+)\b|_etp(\d+)_", f"{line['notes']} {line['model']}")
+    said = known.whole_experts or (stated is not None and "1" in stated.groups())
     whole = (
         ranks.tp > 1 and ep > 1 and ep % ranks.tp == 0 and (said or (ranks.dp % ep > 0 and not ranks.over_context(ep)))
     )
     ways = ep // ranks.tp if whole else ep
-    return whole, ranks.over_context(ways) and (known.folded or ranks.dp % ways > 0)
+    return whole, ranks.over_context(ways) and (known.folded or stated is not None or ranks.dp % ways > 0)
 
 
 def _software(line: Line, known: Facts, precision: str, matmul: str, sequence_parallel: bool, ranks: Ranks) -> Software:

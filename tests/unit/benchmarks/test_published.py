@@ -40,6 +40,8 @@ def test_embedding_and_head_count_as_layers_where_these_are_two_short(
         ({"source_id": "megatron-bridge", "cp": "2"}, False, True),
         ({"source_id": "dgxc-v25.02", "cp": "2"}, False, False),
         ({"source_id": "dgxc-v25.02", "cp": "2", "ep": "64"}, False, True),
+        ({"source_id": "dgxc-v25.05.05", "cp": "2", "tp": "4", "notes": "recipe; ETP=1"}, True, True),
+        ({"source_id": "dgxc-v25.05.05", "cp": "2", "tp": "2", "notes": "ETP=2"}, False, True),
         ({"source_id": "dgxc-v25.02", "cp": "2", "tp": "4", "n_gpus": "32"}, False, True),
         ({"source_id": "megatron-bridge", "cp": "2", "tp": "4", "n_gpus": "32"}, True, True),
         ({"source_id": "megatron-bridge", "cp": "4", "ep": "2"}, False, False),

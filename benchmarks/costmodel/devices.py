@@ -17,6 +17,7 @@ FORMS = (
     (r"H800(?!.*PCI)", "h800"), (r"GH200", "gh200"), (r"GB200", "gb200"), (r"GB300", "gb300"),
     (r"H200(?!.*NVL)", "h200"), (r"B200", "b200"), (r"B300", "b300"), (r"L40S", "l40s"), (r"L4\b", "l4"),
     (r"A10G", "a10g"), (r"(RTX[- ]?)?A6000", "rtx-a6000"), (r"(RTX[- ]?)?4090(?! ?D\b)", "rtx4090"),
+    (r"A40\b", "a40"), (r"(RTX[- ]?)?3090(?! ?TI\b)", "rtx3090"),
     (r"MI300X", "mi300x"), (r"MI325X", "mi325x"), (r"MI355X", "mi355x"),
 )  # fmt: skip
 """How tables name devices, whatever stands around that ("H100-SXM5-80GB", "NVIDIA A100 80G"), and their presets: the

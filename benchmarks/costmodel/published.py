@@ -132,7 +132,12 @@ def _row(line: Line, name: str) -> Row:
     )
     cluster = cluster_of(line, ranks.gpus)
     seconds = step_s(
-        line, ranks.gpus, model, cluster.device.peak_flops.get(matmul or precision, 0.0), causal=known.causal_flops
+        line,
+        ranks.gpus,
+        model,
+        cluster.device.peak_flops.get(matmul or precision, 0.0),
+        again,
+        causal=known.causal_flops,
     )
     peaks = () if ranks.both_ways or precision == "float32" else _peaks(line)  # memory is told of mixed precision
     if seconds is None and not peaks:

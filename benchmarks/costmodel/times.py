@@ -8,15 +8,18 @@ import re
 from collections.abc import Callable
 
 from benchmarks.costmodel.config import Config
+from benchmarks.costmodel.reruns import Rerun
 from benchmarks.costmodel.tables import Line, Refused, count, number_of, positive
 
 
-def step_s(line: Line, gpus: int, model: Config, peak_flops: float, *, causal: bool = False) -> float | None:
-    """The step of a line on devices of `peak_flops` each, None where nothing says it; `causal`: its software counts
-    half of the square of scores. Raises Refused where it is no time."""
+def step_s(
+    line: Line, gpus: int, model: Config, peak_flops: float, again: Rerun, *, causal: bool = False
+) -> float | None:
+    """The step of a line on devices of `peak_flops` each, None where nothing says it; `again`: what runs again;
+    `causal`: its software counts half of the square of scores. Raises Refused where it is no time."""
     if "layer" in line["metric_name"]:
         return None
-    counted = _flops_of_token(line, model, causal)
+    counted = _flops_of_token(line, model, again, causal)
     if line["step_time_s"]:
         seconds = number_of(line["step_time_s"])
     elif line["tokens_s_gpu"]:
@@ -25,6 +28,8 @@ def step_s(line: Line, gpus: int, model: Config, peak_flops: float, *, causal: b
         seconds = _tokens(line) * counted / (positive(line["tflops_gpu"], "tflops_gpu") * 1e12 * gpus)
     elif line["mfu_pct"] and counted and peak_flops:
         seconds = _tokens(line) * counted / (positive(line["mfu_pct"], "mfu_pct") / 100 * peak_flops * gpus)
+    elif line["hfu_pct"] and peak_flops and (done := _hardware_flops(line, model, again, causal)):
+        seconds = _tokens(line) * done / (positive(line["hfu_pct"], "hfu_pct") / 100 * peak_flops * gpus)
     else:
         return None
     if not 0 < seconds < math.inf:
@@ -65,7 +70,17 @@ COUNTED: tuple[tuple[str, Callable[[Line], float]], ...] = (
 """How the column says FLOPs were counted, and the FLOPs of a token by that."""
 
 
-def _flops_of_token(line: Line, model: Config, causal: bool) -> float | None:
+def _hardware_flops(line: Line, model: Config, again: Rerun, causal: bool) -> float | None:
+    """FLOPs of a token with those of what runs again, None where that is not a share of whole blocks or attention."""
+    seq = count(line, "seq_len")
+    if model.latent or model.adapters or again.first or again.parts not in ((), ("attention",)):
+        return None
+    three, scores = model_flops(model, seq, causal=causal), _scores(model, seq, causal)
+    repeated = {"none": 0.0, "selective": scores, "full": again.share * (three - 6.0 * model.hidden * model.vocab)}
+    return three + repeated[again.kind] / 3
+
+
+def _flops_of_token(line: Line, model: Config, again: Rerun, causal: bool) -> float | None:
     """FLOPs of a token as the line counts them, None where it does not say how. By parameters those of experts that a
     token does not meet would count too: it is by sizes then, and where the line says no more than that they are the
     model's."""
@@ -73,6 +88,8 @@ def _flops_of_token(line: Line, model: Config, causal: bool) -> float | None:
     formula = next((formula for pattern, formula in COUNTED if re.search(pattern, kind)), None)
     if formula and not model.experts:
         return formula(line)
+    if re.match("hardware", kind):
+        return _hardware_flops(line, model, again, causal)
     of_model = formula is not None or re.match("model", kind) or (not kind and line["mfu_pct"] != "")
     return (
         model_flops(model, count(line, "seq_len"), causal=causal or ("causal" in kind and "non-causal" not in kind))
@@ -95,5 +112,9 @@ def model_flops(model: Config, seq: int, *, causal: bool) -> float:
         + with_experts * routed
         + model.hidden * model.vocab
     )
-    scores = (6.0 if causal else 12.0) * model.layers * model.heads * model.head_dim * seq
-    return (4.0 if model.adapters else 6.0) * weights + scores
+    return (4.0 if model.adapters else 6.0) * weights + _scores(model, seq, causal)
+
+
+def _scores(model: Config, seq: int, causal: bool) -> float:
+    """FLOPs of a token in the products of attention, all passes."""
+    return (6.0 if causal else 12.0) * model.layers * model.heads * model.head_dim * seq

@@ -154,3 +154,26 @@ def test_how_wide_adapters_are(tmp_path: Path, model: str, notes: str, rank: int
         write(tmp_path / "published_runs.csv", [RUN | {"model": model, "notes": notes, "source_id": "torchtune"}])
     ).rows
     assert row.model.adapters == rank
+
+
+@pytest.mark.parametrize(
+    "recompute, detail, more",
+    [
+        ("none", "", 0.0),
+        ("full", "", 2 * 32 * (4096 * 5120 * 2 + 3 * 4096 * 14336) + 4 * 32 * 4096 * 8192),
+        ("full", "8 of 32 layers", 2 * 8 * (4096 * 5120 * 2 + 3 * 4096 * 14336) + 4 * 8 * 4096 * 8192),
+        ("selective", "core_attn", 4 * 32 * 4096 * 8192),
+        ("selective", "mlp", None),
+        ("full", "block, num_layers=3", None),
+    ],
+)
+@pytest.mark.parametrize("said", [{"tflops_gpu": "100", "tflops_kind": "hardware"}, {"hfu_pct": "10"}])
+def test_a_step_by_flops_that_count_what_runs_again(
+    tmp_path: Path, said: dict[str, str], recompute: str, detail: str, more: float | None
+) -> None:
+    """Of such FLOPs without a formula, and of their share of the peak, there was no time."""
+    line = RUN | {"tokens_s_gpu": "", "recompute": recompute, "recompute_detail": detail} | said
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [line])).rows
+    three = 6 * (32 * (4096 * 5120 * 2 + 3 * 4096 * 14336) + 4096 * 128512) + 12 * 32 * 4096 * 8192
+    rate = 100e12 if "tflops_gpu" in said else 0.1 * row.cluster.device.flops("bfloat16")
+    assert row.step_s == (None if more is None else pytest.approx(8192 * (three + more) / rate))

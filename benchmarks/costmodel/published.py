@@ -66,10 +66,11 @@ OTHER_ADAPTERS = r"(?i)\b(?:dora|lora\+|rslora|adalora|ia3)(?!\w)"
 
 LATENT = r"\bMLA\b"
 
-PACKED = ((r"(?i)\bsquad packed\b", 256),)
-"""How notes say that sequences are packed with samples of a data set, and how many tokens a sample has: of SQuAD a
-paragraph of about 120 words with a question and an answer, some 200 tokens (an assumption), rounded to what divides
-sequences. NeMo attends inside samples (user guide 24.07, Sequence Packing)."""
+PACKED, TUNED = r"(?i)\bsquad packed\b", r"\b(?:SFT|LoRA)\b"
+SQUAD = 256
+"""How notes say that sequences are packed with samples of SQuAD, how models are called that are fine-tuned, and the
+tokens of a sample: a paragraph of about 120 words with a question and an answer, some 200 tokens (an assumption),
+rounded to what divides sequences. NeMo attends inside samples (user guide 24.07, Sequence Packing)."""
 
 YES, NO = ("y", "yes", "true", "1", "on", "enabled"), ("n", "no", "false", "0", "off", "none", "disabled")
 
@@ -234,7 +235,7 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
         dropout=known.dropout,
         fused_attention=known.flash,
         window=_window(about, count(line, "seq_len")),
-        packed=_packed(line),
+        packed=_packed(line, known),
         latent=_latent(notes, heads, hidden),
         adapters=adapters.rank,
         adapted=adapters.layers,
@@ -269,11 +270,11 @@ def _window(about: str, seq: int) -> int:
     return window
 
 
-def _packed(line: Line) -> int:
+def _packed(line: Line, known: Facts) -> int:
     """Tokens of a sample where sequences are packed with samples that do not attend to each other, and it is known of
     which data set these are; else 0."""
-    tokens = next((tokens for pattern, tokens in PACKED if re.search(pattern, line["notes"])), 0)
-    return tokens if tokens and count(line, "seq_len") % tokens == 0 else 0
+    packed = re.search(PACKED, line["notes"]) or (known.squad and re.search(TUNED, line["model"]))
+    return SQUAD if packed and count(line, "seq_len") % SQUAD == 0 else 0
 
 
 def _number(pattern: str, text: str) -> int:

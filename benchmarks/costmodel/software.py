@@ -40,7 +40,8 @@ class Facts:
     predict the token behind the next do. `norm_in_parts`: RMS norms are operators one by one. `bias_apart`: biases are
     added behind the matmuls. `causal_flops`: of attention its FLOP/s count half of the square of scores. `dropout`: the
     rate while training. `as_many_microbatches`: as there are places of a pipeline, where a line says nothing of them.
-    `adapters`: what rows that train such have. `why`: where it is known from."""
+    `adapters`: what rows that train such have. `squad`: fine-tuning (SFT, LoRA) is on packed samples of SQuAD.
+    `why`: where it is known from."""
 
     software: Software
     flash: bool = True
@@ -54,6 +55,7 @@ class Facts:
     dropout: float = 0.0
     as_many_microbatches: bool = False
     adapters: Adapters = EVERYWHERE
+    squad: bool = False
     why: str = ""
 
 
@@ -87,15 +89,19 @@ Checkpoints without reentrance end a second forward early (torch/utils/checkpoin
 NEMO = replace(
     MEGATRON,
     adapters=FUSED_QKV,
+    squad=True,
     ahead=True,
     software=replace(MEGATRON.software, gradient_bytes=2),
     why=f"{MEGATRON.why}; the performance recipes of NeMo and Megatron-Bridge sum gradients in 16 bits "
     "(grad_reduce_in_fp32 = False, grad_sync_dtype=bf16) and train DeepSeek-V3 with its prediction ahead "
-    "(mtp_num_layers = 1)",
+    "(mtp_num_layers = 1); those of NeMo fine-tune on SQuAD, packed (user guides, performance summary; "
+    "finetune_recipe(performance_mode = True) and SquadDataModule in NVIDIA/dgxc-benchmarking v25.02, "
+    "llama3/finetuning/llama3_finetune.py)",
 )
 BRIDGE = replace(
     NEMO,
     zero=1,
+    squad=False,
     whole_experts=True,
     folded=True,
     causal_flops=True,

@@ -120,3 +120,20 @@ def test_programs_of_jax_beside_others() -> None:
 def test_packed_samples_do_not_attend_to_each_other(tmp_path: Path, notes: str, seq: str, tokens: int) -> None:
     (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"notes": notes, "seq_len": seq}])).rows
     assert row.model.packed == tokens
+
+
+@pytest.mark.parametrize(
+    "source, model, tokens",
+    [
+        ("dgxc-v25.02", "Llama3-8B LoRA", 256),
+        ("dgxc-v25.04", "Llama3-70B SFT", 256),
+        ("nemo-25.02", "LLAMA3-8B SFT", 256),
+        ("dgxc-v25.04", "Llama3.1-8B", 0),
+        ("megatron-bridge", "LLAMA3_70B SFT", 0),  # mock data
+        ("torchtune", "Llama3.1-8B LoRA", 0),
+    ],
+)
+def test_recipes_of_nemo_fine_tune_on_packed_samples(tmp_path: Path, source: str, model: str, tokens: int) -> None:
+    """Attention was that of whole sequences, a tenth of a step of 8B."""
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"source_id": source, "model": model}])).rows
+    assert row.model.packed == tokens

@@ -27,6 +27,9 @@ GATHERS = (aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.
 BAGS = (ops.bag, ops.ragged_bags)
 """Operators that read a row of their first operand for each index in the second."""
 
+POOLS = (aten.max_pool2d.default, aten.max_pool3d.default)
+"""Operators that write where each maximum is, too."""
+
 COMPUTE_WIDE = (aten.float_power.Scalar, aten.float_power.Tensor_Scalar, aten.float_power.Tensor_Tensor)
 """Operators that compute in float64 or complex128, whatever the dtype of their operands."""
 
@@ -145,9 +148,17 @@ def _traffic(node: fx.Node) -> tuple[Size, Size]:
     read: Size = 0
     for position, operand in enumerate(operands):
         read = read + (
-            _looked_up(node, written) if position == 0 and node.target in (*GATHERS, *BAGS) else facts.nbytes(operand)
+            _looked_up(node, written)
+            if position == 0 and node.target in (*GATHERS, *BAGS)
+            else facts.nbytes(_in_memory(operand))
         )
-    return read, written
+    return read, written + (beside(node, ()) if node.target in POOLS else 0)
+
+
+def _in_memory(node: fx.Node) -> fx.Node:
+    """What an expanded value has in memory, which is read again and again."""
+    base = node.args[0] if node.target is aten.expand.default else node
+    return base if isinstance(base, fx.Node) else node
 
 
 def _looked_up(node: fx.Node, written: Size) -> Size:

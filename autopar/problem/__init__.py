@@ -3,7 +3,8 @@ graph. Called by the planner, by autopar.joint for the stages of pipelines, and 
 
     graph into Ops
         read_graph, graph       Program: one Op per node of the graph
-        gradients, traffic      what the Ops need beside: which values have gradients, bytes that kernels move
+        gradients, traffic,
+        derivatives             what the Ops need beside: which values have gradients, bytes that kernels move
         original_names          original names of what blocks hold
         view_ops                which operators return views
     choices

@@ -5,9 +5,10 @@ Forward: each operand is read once and each result written once (passes annotate
 Backward: the gradients of results and the saved tensors are read, the gradients of operands are written. An addition
 hands its gradient on without a copy. Where several operators read a value, their gradients are added up: two reads and
 a write for each reader after the first. The gradients of the pieces of a split are concatenated, that of a slice is put
-into zeros, unless fused kernels write them in place. The bias of a matmul is added in the kernel of the matmul, its
-gradient is a sum by another kernel. Some derivatives are several kernels, with tensors between them
-(`_between_bytes`), unless fused.
+into zeros, unless fused kernels write them in place. Gradients of what was joined or summed up are
+views, of which the latter have nothing to read. The bias of a
+matmul is added in the kernel of the matmul, its gradient is a sum by another kernel. Some derivatives are several
+kernels, with tensors between them (problem.derivatives), unless fused.
 
 Fused: a pointwise operator whose only reader is another one, a norm, a softmax or a concatenation runs in the kernel of
 that reader, and the tensor between them stays in registers. The backward recomputes it from the inputs of the kernel
@@ -18,11 +19,20 @@ end a kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
+from autopar.problem.derivatives import (
+    BY_OPERAND,
+    HANDED_ON,
+    PLACED,
+    SPREAD,
+    between_bytes,
+    forward_bytes,
+    tensor_bytes,
+)
 from autopar.rules.arguments import bias_of
 from autopar.rules.language import Tensor
 from passes import ops
@@ -50,27 +60,6 @@ PIECES = frozenset((aten.split_with_sizes.default, aten.unbind.int))
 """Views whose gradient is no view: the gradients of their results are concatenated in new memory."""
 PARTS = frozenset((aten.slice.Tensor, aten.select.int, aten.diagonal.default, aten.unfold.default))
 """Views whose gradient is zeros of the operand's size, into which that of the result is copied."""
-LOOKUPS = frozenset((aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default))
-"""Operators whose gradient is zeros of the operand's size, to parts of which that of the result is added."""
-MORE_PASSES = {
-    aten.abs.default: 2,
-    aten.cos.default: 4,
-    aten.cumsum.default: 4,
-    aten.erf.default: 8,
-    aten.linalg_vector_norm.default: 4,
-    aten.log1p.default: 2,
-    aten.logsumexp.default: 4,
-    aten.pow.Tensor_Scalar: 4,
-    aten.reciprocal.default: 4,
-    aten.rsub.Scalar: 2,
-    aten.rsqrt.default: 4,
-    aten.sin.default: 2,
-    aten.sqrt.default: 2,
-    aten.square.default: 4,
-    aten.var.correction: 3,
-}
-"""Operators of one tensor whose derivative is several kernels (derivatives.yaml): how often these read or write all
-elements beyond one kernel that reads the gradient and what is kept, and writes a gradient."""
 PUT_TOGETHER = PIECES | PARTS | {aten.expand.default}
 """Views whose gradient is a tensor of its own."""
 SUMS = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar))
@@ -99,7 +88,8 @@ def annotate(program: Program) -> None:
             op.backward_bytes if op.target not in PUT_TOGETHER else 0.0,
             _has_kernel(op),
         )
-        op.backward_bytes += _between_bytes(op)
+        op.bytes += forward_bytes(op)
+        op.backward_bytes += between_bytes(op, _backward_bytes(op))
         joined = _joined_bytes(op)
         op.bytes, op.backward_bytes = op.bytes + joined[0], op.backward_bytes + joined[1] * op.graded
         # log-probabilities are written, and a gradient of theirs that is nearly all zeros is made, and read
@@ -118,6 +108,8 @@ def annotate(program: Program) -> None:
         # the mask is drawn by a kernel of its own, in the time that float32 would take to be written, and read
         if op.target is aten.dropout.default:
             op.bytes += (DRAWN_BYTES + 1) * math.prod(op.call.outs[0].sizes)
+    for op, reader in _read_once(program, readers):
+        _read_spread(op, reader)
     for producer, reader, tensor in _fused_pairs(program, readers):
         _fuse(producer, reader, tensor)
     for op, reader in _read_once(program, readers):
@@ -139,11 +131,6 @@ def by_rows(op: Op) -> bool:
     return op.target in POINTWISE and any(t.sizes != whole and math.prod(t.sizes) > 1 for t in op.call.ins)
 
 
-def tensor_bytes(tensor: Tensor) -> float:
-    """Bytes of a whole tensor."""
-    return float(math.prod(tensor.sizes) * tensor.itemsize)
-
-
 def _backward_bytes(op: Op) -> float:
     """Bytes that the kernels of the backward of one Op move, without sums over several readers and without the gradient
     of a bias."""
@@ -151,12 +138,15 @@ def _backward_bytes(op: Op) -> float:
     grads = [t for t in op.call.ins if t.grad and t is not bias]
     if not op.graded or not grads:
         return 0.0
+    if op.target in HANDED_ON:
+        return 0.0
     out = sum(tensor_bytes(t) for t in op.call.outs if t.grad)
     if op.target in SUMS:  # the gradient of an operand of the same sizes is that of the result
         summed = [t for t in grads if t.sizes != op.call.outs[0].sizes]
         return sum(out + tensor_bytes(t) for t in summed)
-    if op.target in LOOKUPS:  # added to where they came from, in zeros of the operand's size
-        return 3 * out + sum(map(tensor_bytes, grads))
+    if op.target in PLACED:  # added to where they came from, in zeros of the operand's size
+        places = sum(tensor_bytes(t) for t in (op.tensors[i] for i in op.read_back) if not t.floating)
+        return 3 * out + places + sum(map(tensor_bytes, grads))
     kept = sum(tensor_bytes(op.tensors[i]) for i in op.read_back) + op.extra_bytes
     # the gradients of weight and bias are a kernel of their own, which reads both again
     if op.target in NORMS and len(grads) > 1:
@@ -173,39 +163,6 @@ def _put_together_bytes(op: Op) -> float:
     if op.target in PARTS:
         return whole + 2 * outs
     return outs + whole if outs > whole else 0.0  # a sum over what was expanded
-
-
-def _between_bytes(op: Op) -> float:
-    """Bytes that the kernels of a derivative move beyond those of one kernel (`_backward_bytes`)."""
-    if op.role != "op" or not op.graded:
-        return 0.0
-    if op.target in MORE_PASSES:
-        return MORE_PASSES[op.target] * tensor_bytes(op.call.ins[0])
-    if op.target not in BY_OPERAND or len(op.call.ins) == 1:
-        return 0.0
-    out, sizes = op.call.outs[0], [tensor_bytes(t) for t in op.call.ins]
-    moved = 0.0
-    for index, operand in enumerate(op.call.ins):
-        if operand.grad:
-            moved += BY_OPERAND[op.target](index, tensor_bytes(out), sizes)
-            moved += tensor_bytes(out) + sizes[index] if operand.sizes != out.sizes else 0.0
-    return max(0.0, moved - _backward_bytes(op))
-
-
-def _quotient_bytes(index: int, out: float, sizes: Sequence[float]) -> float:
-    """gradient / y for x, and -gradient * ((x / y) / y) for y."""
-    return sizes[0] + 2 * sizes[1] + 8 * out if index else 2 * out + sizes[1]
-
-
-BY_OPERAND: dict[Any, Callable[[int, float, Sequence[float]], float]] = {
-    aten.div.Tensor: _quotient_bytes,
-    aten.mul.Tensor: lambda index, out, sizes: 2 * out + sizes[1 - index],
-    aten.sub.Tensor: lambda index, out, sizes: 2 * out * index,
-    aten.where.self: lambda index, out, sizes: 2 * out + sizes[0],
-}
-"""Operators that have kernels of their own for the gradient of each operand, at the size of the result; where the
-operand is broadcast a sum follows. Bytes that these move without that sum; given are the number of the operand, and
-bytes of the result and of the operands."""
 
 
 def _joined_bytes(op: Op) -> tuple[float, float]:
@@ -233,7 +190,18 @@ def _add_gradient_sums(program: Program, ref: Ref, readers: list[Op]) -> None:
     """Charge the sums of the gradients of a value that several operators read to the first of them, whose backward is
     last."""
     if len(readers) > 1 and program.ops[ref[0]].role in ("op", "port"):
-        readers[0].backward_bytes += 3 * (len(readers) - 1) * tensor_bytes(program.ops[ref[0]].call.outs[ref[1]])
+        passes = 3 * (len(readers) - 1) - sum(reader.target in SPREAD for reader in readers)
+        readers[0].backward_bytes += passes * tensor_bytes(program.ops[ref[0]].call.outs[ref[1]])
+
+
+def _read_spread(op: Op, reader: Op) -> None:
+    """Take off what the backward of `op` would read of a gradient that is the same number many times, because its only
+    `reader` sums up."""
+    if reader.target in SPREAD and op.target in POINTWISE and op.graded and not by_rows(op):
+        own = op.target in BY_OPERAND and len(op.call.ins) > 1
+        out, reads = tensor_bytes(op.call.outs[0]), sum(t.grad for t in op.call.ins) if own else 1
+        op.backward_bytes = max(0.0, op.backward_bytes - reads * out)
+        op.fused_backward_bytes = max(0.0, op.fused_backward_bytes - out)
 
 
 def _fused_pairs(program: Program, readers: dict[Ref, list[tuple[Op, int]]]) -> Iterator[tuple[Op, Op, Tensor]]:

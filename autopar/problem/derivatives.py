@@ -1,0 +1,157 @@
+"""Bytes that derivatives of several kernels move, and operators that are several kernels: one table entry per operator,
+from derivatives.yaml and FunctionsManual.cpp.
+
+Checked against the kernels that torch runs in tests/unit/problem/test_derivatives.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.problem.graph import Op
+from autopar.rules.language import Tensor
+
+aten = torch.ops.aten
+
+PLACED = frozenset(
+    (
+        aten.embedding.default,
+        aten.gather.default,
+        aten.index.Tensor,
+        aten.index_select.default,
+        aten.kthvalue.default,
+        aten.max.dim,
+        aten.median.dim,
+        aten.min.dim,
+        aten.mode.default,
+        aten.nanmedian.dim,
+        aten.sort.default,
+        aten.sort.stable,
+        aten.topk.default,
+    )
+)
+"""Operators whose gradient is zeros of the operand's size, to parts of which that of the result is added."""
+HANDED_ON = frozenset((aten.cat.default, aten.stack.default, aten.sum.default, aten.sum.dim_IntList))
+"""Operators whose derivative is a view of the gradient: parts of it, or the same number for all that was summed."""
+SPREAD = frozenset((aten.sum.default, aten.sum.dim_IntList))
+"""Those of HANDED_ON whose derivative has next to nothing in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class More:
+    """How often kernels read or write what has the size of the first operand, and masks of as many elements."""
+
+    passes: float = 0.0
+    masks: int = 0
+
+    def bytes(self, op: Op) -> float:
+        """Bytes that they move."""
+        return self.passes * tensor_bytes(op.call.ins[0]) + self.masks * math.prod(op.call.ins[0].sizes)
+
+
+MORE = {
+    aten.abs.default: More(2),
+    aten.amax.default: More(0, 3),
+    aten.amin.default: More(0, 3),
+    aten.binary_cross_entropy_with_logits.default: More(4),
+    aten.clamp.default: More(1, 6),
+    aten.clamp_max.default: More(0, 2),
+    aten.clamp_min.default: More(0, 2),
+    aten.cos.default: More(4),
+    aten.cumsum.default: More(4),
+    aten.erf.default: More(8),
+    aten.expm1.default: More(2),
+    aten.kl_div.default: More(2),
+    aten.l1_loss.default: More(2),
+    aten.linalg_vector_norm.default: More(4),
+    aten.log10.default: More(2),
+    aten.log1p.default: More(2),
+    aten.log2.default: More(2),
+    aten.logsumexp.default: More(4),
+    aten.pow.Tensor_Scalar: More(4),
+    aten.prod.dim_int: More(15),
+    aten.reciprocal.default: More(4),
+    aten.rsub.Scalar: More(2),
+    aten.rsqrt.default: More(4),
+    aten.sin.default: More(2),
+    aten.sqrt.default: More(2),
+    aten.square.default: More(4),
+    aten.std.correction: More(3),
+    aten.var.correction: More(3),
+}
+"""Operators whose derivative by their first operand is several kernels: what these move beyond one that reads the
+gradient and what is kept, and writes a gradient."""
+
+MORE_FORWARD = {
+    aten.kl_div.default: More(7),
+    aten.l1_loss.default: More(4),
+}
+"""Operators that are several kernels: what these move beyond one that reads the operands and writes the result."""
+
+
+def forward_bytes(op: Op) -> float:
+    """Bytes that the kernels of the forward move beyond those of one kernel."""
+    return MORE_FORWARD[op.target].bytes(op) if op.role == "op" and op.target in MORE_FORWARD else 0.0
+
+
+def between_bytes(op: Op, one_kernel: float) -> float:
+    """Bytes that the kernels of a derivative move beyond the `one_kernel` bytes of a single one."""
+    if op.role != "op" or not op.graded:
+        return 0.0
+    if op.target in MORE:
+        return MORE[op.target].bytes(op) if op.call.ins[0].grad else 0.0
+    if op.target not in BY_OPERAND or len(op.call.ins) == 1:
+        return 0.0
+    out = op.call.outs[0]
+    sizes = Sizes(tensor_bytes(out), float(math.prod(out.sizes)), [tensor_bytes(t) for t in op.call.ins])
+    moved = 0.0
+    for index, operand in enumerate(op.call.ins):
+        if operand.grad:
+            moved += BY_OPERAND[op.target](index, sizes)
+            moved += sizes.out + sizes.ins[index] if operand.sizes != out.sizes else 0.0
+    return max(0.0, moved - one_kernel)
+
+
+def tensor_bytes(tensor: Tensor) -> float:
+    """Bytes of a whole tensor."""
+    return float(math.prod(tensor.sizes) * tensor.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of the result, of a mask of its size, and of the operands."""
+
+    out: float
+    mask: float
+    ins: Sequence[float]
+
+
+def _quotient(index: int, n: Sizes) -> float:
+    """gradient / y for x, and -gradient * ((x / y) / y) for y."""
+    return n.ins[0] + 2 * n.ins[1] + 8 * n.out if index else 2 * n.out + n.ins[1]
+
+
+def _larger(index: int, n: Sizes) -> float:
+    """where(x == y, gradient / 2, gradient), and zeros where the other one is larger."""
+    return 7 * n.out + 2 * sum(n.ins) + 4 * n.mask
+
+
+BY_OPERAND: dict[Any, Callable[[int, Sizes], float]] = {
+    aten.addcmul.default: lambda index, n: 4 * n.out + n.ins[3 - index] if index else 0.0,
+    aten.div.Tensor: _quotient,
+    aten.lerp.Scalar: lambda index, n: 2 * n.out,
+    aten.maximum.default: _larger,
+    aten.minimum.default: _larger,
+    aten.mul.Tensor: lambda index, n: 2 * n.out + n.ins[1 - index],
+    # the gradients of both come from one kernel
+    aten.prelu.default: lambda index, n: n.out if index else 3 * n.out,
+    aten.sub.Tensor: lambda index, n: 2 * n.out * index,
+    aten.where.self: lambda index, n: 2 * n.out + n.ins[0],
+}
+"""Operators that have kernels of their own for the gradient of each operand, at the size of the result; where the
+operand is broadcast a sum follows. Bytes that these move without that sum; given is the number of the operand."""

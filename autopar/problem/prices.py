@@ -317,8 +317,8 @@ class Prices:
 
     def update_s(self, op: Op, options: Sequence[Option]) -> float:
         """Seconds of the optimizer's step on one parameter, all its instances: one pass that reads weight, gradient and
-        state and writes all but the gradient. No launch floor but `update_s`: torch's fused and foreach optimizers run
-        over all parameters."""
+        state and writes all but the gradient, and what several kernels read and write again. No launch floor but
+        `update_s`: torch's fused and foreach optimizers run over all parameters."""
         # what rests, whatever else of the gradient is there until the end of a step (StepPrices)
         held = (
             Prices._held(self, op, Resting.of(options))
@@ -330,8 +330,9 @@ class Prices:
         if self.settings.offload == "parameters":
             return self._host_update_s(op, held.gradients)
         rests, state = held.master or held.weights, held.gradients * OPTIMIZERS[self.settings.optimizer].state
-        moved = 2 * (rests + state) + self._graded_bytes(held.gradients) + self._cast_bytes(op, rests)
-        moved_s = moved / (self.device.memory_bandwidth_bytes_s * self.device.achievable_bandwidth * self.device.update)
+        moved_s = self._pass_bytes(op, rests, held.gradients) / (
+            self.device.memory_bandwidth_bytes_s * self.device.achievable_bandwidth * self.device.update
+        )
         # there and back, not hidden
         brought_s = 2 * state / self.device.host_link_bytes_s if self.settings.offload else 0.0
         return moved_s + brought_s + self.device.update_s * op.count
@@ -352,16 +353,16 @@ class Prices:
     def _host_update_s(self, op: Op, rests: float) -> float:
         """Seconds of an update on the host: gradients of `rests` bytes are copied there, the optimizer's pass runs, and
         the weights are cast to the dtype of the computation and copied back."""
-        state = rests * OPTIMIZERS[self.settings.optimizer].state
         back = rests * op.out_dtypes[0].itemsize / itemsize(self._rest_dtype(op))
-        passed_s = (
-            2 * (rests + state) + self._graded_bytes(rests) + self._cast_bytes(op, rests)
-        ) / self.device.host_bandwidth_bytes_s
+        passed_s = self._pass_bytes(op, rests, rests) / self.device.host_bandwidth_bytes_s
         return passed_s + (rests + back) / self.device.host_link_bytes_s + self.device.update_s * op.count
 
-    def _graded_bytes(self, gradients: float) -> float:
-        """Bytes of `gradients` that the step reads, and before it, where the loss has a scale, reads and writes."""
-        return 3 * gradients if scales_loss(self.settings.precision) else gradients
+    def _pass_bytes(self, op: Op, rests: float, gradients: float) -> float:
+        """Bytes that the step reads and writes of a parameter that rests in `rests` bytes; before it, where the loss
+        has a scale, gradients are read and written."""
+        kind = OPTIMIZERS[self.settings.optimizer]
+        graded = (3 if scales_loss(self.settings.precision) else 1) * gradients
+        return (2 + kind.again) * rests + 2 * kind.state * gradients + graded + self._cast_bytes(op, rests)
 
     def _cast_bytes(self, op: Op, rests: float) -> float:
         """Bytes read and written when what rests is cast to the dtype of the computation."""

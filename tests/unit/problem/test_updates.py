@@ -10,12 +10,14 @@ from torch import nn
 
 from autopar.capture import capture
 from autopar.cluster import Cluster
+from autopar.optimizers import OPTIMIZERS
 from autopar.problem.graph import Op
 from autopar.problem.options import sections_of, table_of
 from autopar.problem.prices import Prices
 from autopar.problem.read_graph import read
 from autopar.problem.settings import Settings
 from autopar.rules.language import Option
+from tests.helpers.moved import Moved
 
 WIDE = 512
 NUMBERS = WIDE * WIDE
@@ -59,7 +61,8 @@ def passes_s(nbytes: float) -> float:
     ("precision", "optimizer", "each"),
     [
         ("float32", "sgd", 4 * 3),
-        ("float32", "sgd-momentum", 4 * 5),
+        # and the momentum twice more, once written
+        ("float32", "sgd-momentum", 4 * 8),
         ("float32", "adamw", 4 * 7),
         # and the cast to what is computed with
         ("bf16", "adamw", 4 * 7 + 4 + 2),
@@ -74,6 +77,17 @@ def test_a_step_reads_all_and_writes_all_but_the_gradient(
     own = NUMBERS / (2 if factor else 1)
     wanted_s = passes_s(each * own) + HOST.device.update_s
     assert prices(precision, optimizer).update_s(found, (option,)) == pytest.approx(wanted_s, rel=1e-9)
+
+
+def test_momentum_is_read_and_written_again() -> None:
+    held = nn.Parameter(torch.empty(NUMBERS, device="meta"))
+    held.grad = torch.empty_like(held)
+    kind = OPTIMIZERS["sgd-momentum"]
+    steps = torch.optim.SGD([held], lr=0.1, **kind.options)
+    steps.step()  # makes it
+    with Moved() as moved:
+        steps.step()
+    assert moved.nbytes == 4 * NUMBERS * (3 + 2 * kind.state + kind.again)
 
 
 def test_state_on_the_host_is_brought_and_taken_back() -> None:

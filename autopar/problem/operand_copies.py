@@ -24,17 +24,29 @@ MATRIX = 2  # dims of a matrix
 
 def copy_of(op: Op, index: int, options: Sequence[Option]) -> tuple[int, Layout]:
     """Bytes of the copy that `op` keeps of operand `index`, and its layout, with one of `options` per mesh axis."""
-    operand = op.call.ins[index]
+    operand, batch = op.call.ins[index], _batch_of(op, index)
     own = tuple(option.ins[index].value for option in options)
+    if batch is None:
+        return copied_bytes(op, index), own
+    made = tuple(option.outs[0].value for option in options)
+    layout = tuple(_entry(result, given, batch, len(operand.sizes)) for result, given in zip(made, own, strict=True))
+    return copied_bytes(op, index), layout
+
+
+def copied_bytes(op: Op, index: int) -> int:
+    """Bytes of the copy that `op` makes of operand `index`."""
+    operand, batch = op.call.ins[index], _batch_of(op, index)
+    return math.prod(operand.sizes if batch is None else (*batch, *operand.sizes[-MATRIX:])) * operand.itemsize
+
+
+def _batch_of(op: Op, index: int) -> tuple[int, ...] | None:
+    """The batch dims of the copy of operand `index`, None where they are the operand's own."""
     # scores are the product of queries and keys, the result is that of scores and values
     factors = [each.sizes for each in op.call.ins[: max(2, index + 1)]]
     if op.target not in BATCHED or min(map(len, factors)) <= MATRIX:
-        return math.prod(operand.sizes) * operand.itemsize, own
+        return None
     batches = (reversed(sizes[:-MATRIX]) for sizes in factors)
-    batch = tuple(max(each) for each in itertools.zip_longest(*batches, fillvalue=1))[::-1]
-    made = tuple(option.outs[0].value for option in options)
-    layout = tuple(_entry(result, given, batch, len(operand.sizes)) for result, given in zip(made, own, strict=True))
-    return math.prod((*batch, *operand.sizes[-MATRIX:])) * operand.itemsize, layout
+    return tuple(max(each) for each in itertools.zip_longest(*batches, fillvalue=1))[::-1]
 
 
 def tensor_of(op: Op, index: int, options: Sequence[Option]) -> tuple[int, Layout]:

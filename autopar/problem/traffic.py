@@ -33,9 +33,11 @@ from autopar.problem.derivatives import (
     forward_bytes,
     tensor_bytes,
 )
+from autopar.problem.operand_copies import copied_bytes
 from autopar.rules.arguments import bias_of
 from autopar.rules.language import Tensor
 from passes import ops
+from passes.operand_order import ORDERED
 from passes.tables import BINARY, UNARY
 
 if TYPE_CHECKING:
@@ -88,7 +90,7 @@ def annotate(program: Program) -> None:
             op.backward_bytes if op.target not in PUT_TOGETHER else 0.0,
             _has_kernel(op),
         )
-        op.bytes += forward_bytes(op)
+        op.bytes += forward_bytes(op) + _permuted_bytes(op)
         op.backward_bytes += between_bytes(op, _backward_bytes(op))
         joined = _joined_bytes(op)
         op.bytes, op.backward_bytes = op.bytes + joined[0], op.backward_bytes + joined[1] * op.graded
@@ -163,6 +165,12 @@ def _put_together_bytes(op: Op) -> float:
     if op.target in PARTS:
         return whole + 2 * outs
     return outs + whole if outs > whole else 0.0  # a sum over what was expanded
+
+
+def _permuted_bytes(op: Op) -> float:
+    """Bytes that are moved to copy operands which do not lie in memory as one batched product reads them. Where copies
+    of the same operand are as many as broadcast batch dims, the product reads all of them."""
+    return sum(2.0 * copied_bytes(op, index) for index in op.copies) if op.target in ORDERED else 0.0
 
 
 def _joined_bytes(op: Op) -> tuple[float, float]:

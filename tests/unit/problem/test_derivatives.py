@@ -160,6 +160,27 @@ def test_what_is_expanded_is_read_where_it_is() -> None:
     assert sum(op.bytes for op in _priced(body, torch.float32)) == _ran(body, torch.float32)[0] == 4 * WHOLE
 
 
+def _heads(x: Tensor) -> Tensor:
+    return x.view(4, 16, 8, 32)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x, y, row: _heads(x).transpose(1, 2) @ _heads(y).permute(0, 2, 3, 1),
+        lambda x, y, row: torch.einsum("bqhd,bkhd->bhqk", _heads(x), _heads(y)),
+        lambda x, y, row: _heads(x).transpose(1, 2) @ _heads(y)[:1].permute(0, 2, 3, 1),
+        lambda x, y, row: x.view(4, 16, D) @ y.view(4, D, 16),
+    ],
+    ids=["heads", "einsum", "broadcast", "as they are"],
+)
+def test_products_copy_what_does_not_lie_as_they_read_it(body: Body) -> None:
+    assert sum(op.bytes for op in _priced(body, torch.float32)) == pytest.approx(
+        _ran(body, torch.float32)[0], abs=SMALL
+    )
+    assert max(op.bytes - op.fused_bytes for op in _priced(body, torch.float32)) in (0, 4 * WHOLE)
+
+
 class Grouped(nn.Module):
     """Rows in groups, each times the matrix of its group."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes import facts, ops
+from passes import edit, facts, ops
 from passes.tables import VIEWS
 
 aten = torch.ops.aten
@@ -67,18 +67,32 @@ without a gradient) -> the places of these and of that one among their arguments
 def second_batch(gm: fx.GraphModule, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A batch of the same sizes with other samples: the first half of them, each twice. They are the same where an
     input has a size that none with samples has (pieces of images): which of them belong to a sample is not known. Whole
-    numbers that operators treat in another way are among those that they read: drawn ones seldom are."""
+    numbers that operators treat in another way are among those that they read: drawn ones seldom are. Inputs that say
+    where rows go (image tokens) are those of the first batch: there are as many places as rows."""
     symbol = facts.symbol("b")
     shapes = {node.meta["input"]: facts.shape(node) for node in gm.graph.nodes if node.meta.get("role") == "input"}
     dims = {name: shape.index(symbol) for name, shape in shapes.items() if symbol in shape}
     known = {size for name in dims for size in shapes[name]}
     if any(not isinstance(size, int) and size not in known for shape in shapes.values() for size in shape):
         dims = {}
-    special = special_numbers(gm)
+    special, stay = special_numbers(gm), _tell_places(gm)
     return {
-        name: _holding(_each_twice(value, dims[name]) if name in dims else value, special.get(name, []))
+        name: value
+        if name in stay
+        else _holding(_each_twice(value, dims[name]) if name in dims else value, special.get(name, []))
         for name, value in batch.items()
     }
+
+
+def _tell_places(gm: fx.GraphModule) -> list[str]:
+    """The inputs on which it depends where rows are filled in."""
+    pending: list[Any] = [filled.args[1] for filled in edit.calls(gm, ops.fill_rows)]
+    found: dict[fx.Node, None] = {}
+    while pending:
+        if (node := pending.pop()) not in found:
+            found[node] = None
+            pending += node.all_input_nodes
+    return [node.meta["input"] for node in found if node.meta.get("role") == "input"]
 
 
 def special_numbers(gm: fx.GraphModule) -> dict[str, list[int]]:

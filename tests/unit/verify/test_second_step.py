@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from autopar.capture import capture
 from autopar.verify.second_step import _holding, finite, second_batch, special_numbers
+from passes import ops
 
 
 class Scored(nn.Module):
@@ -54,6 +55,29 @@ def test_numbers_that_are_treated_in_another_way_are_in_the_second_batch() -> No
     for name, number in (("ids", 7), ("bags", 9), ("labels", -100)):
         assert int((found[name] == number).sum()) == 1, name
     assert found["more"].min() >= 20 and found["starts"].tolist() == [0, 0, 6, 6]
+
+
+class Pictured(nn.Module):
+    """Rows of a table, one of which is none, and rows of pictures where numbers say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(30, 4, padding_idx=7)
+
+    def forward(self, ids: Tensor, pictures: Tensor) -> Tensor:
+        places = (ids == 20) | (ids > 25)
+        return self.rows(ids).masked_scatter(places[..., None], pictures).square().mean()
+
+
+def test_places_for_rows_stay_in_the_second_batch() -> None:
+    """A padding was written over an image token, and samples with unlike numbers of them were taken twice, so that
+    there were other places than rows."""
+    batch = {"ids": torch.tensor([[1, 20, 20, 26, 3, 4], [5, 6, 8, 20, 9, 2]]), "pictures": torch.randn(2, 2, 4)}
+    captured = capture(Pictured(), (), batch, dynamic_shapes={"ids": {0: "b"}, "pictures": {0: "b"}})
+    assert captured.gm.graph.find_nodes(op="call_function", target=ops.fill_rows)
+    found = second_batch(captured.gm, batch)
+    assert torch.equal(found["ids"], batch["ids"])
+    assert torch.equal(found["pictures"], batch["pictures"][[0, 0]])
 
 
 def test_numbers_that_a_batch_has_and_single_ones_stay() -> None:

@@ -37,9 +37,9 @@ _BY_SIZE = (aten.split.Tensor, aten.unsafe_split.Tensor)
 def split_ops(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
     does: chunk, split, unbind, and slices that together cover one dim, become split_with_sizes. Along a symbolic dim
-           that is done where all parts are alike.
-    gives: cuts read by getitem; chunks along a symbolic dim, parts of it that differ, and slices that leave something
-           out, stay."""
+           that is done where all parts are alike, and slices may leave some of them out.
+    gives: cuts read by getitem; chunks along a symbolic dim, parts of it that differ, and slices that leave out some
+           of a dim of known size, stay."""
     for node in edit.calls(gm, *_CUTS):
         _one_cut(node)
     for node in list(gm.graph.nodes):
@@ -110,19 +110,19 @@ def _static(node: fx.Node, dim: int, total: int) -> tuple[dict[fx.Node, range], 
 
 def _alike(node: fx.Node, dim: int, total: sympy.Expr) -> tuple[dict[fx.Node, range], list[Any]] | None:
     """The same for a symbolic dim, where all parts have the same size, which the first slice names; a slice may be
-    several of them."""
+    several of them, and parts may be left out (`logits[:n]`, of chosen texts alone)."""
     given = _ranges(node, dim)
     ranges = {piece: [_size(bound, total, node) for bound in span] for piece, span in given.items()}
-    if len(ranges) < 2:
+    if not ranges:
         return None
     for named, each in zip(given[min(ranges)], ranges[min(ranges)], strict=True):
-        if not isinstance(named, fx.Node) or not (many := sympy.cancel(total / each)).is_Integer:
+        if not isinstance(named, fx.Node) or not (many := sympy.cancel(total / each)).is_Integer or many < 2:
             continue
         spans = {piece: [sympy.cancel(bound / each) for bound in span] for piece, span in ranges.items()}
         if all(bound.is_Integer for span in spans.values() for bound in span):
             found = {piece: range(*map(int, span)) for piece, span in spans.items()}
-            numbers = [number for span in set(found.values()) for number in span]
-            return (found, [named] * int(many)) if sorted(numbers) == list(range(many)) else None
+            within = all(span and span.start >= 0 and span.stop <= many for span in found.values())
+            return (found, [named] * int(many)) if within else None
     return None
 
 

@@ -147,6 +147,27 @@ def test_slices_of_several_parts_stay_in_sections() -> None:
     right(who.verified(made))
 
 
+class Chosen(Preference):
+    """ORPO: the loss of chosen texts alone, beside that of pairs."""
+
+    def forward(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        ids, n = torch.cat([chosen, rejected]), len(chosen)
+        h = self.embedding(ids)
+        logits = self.head(h + self.layers[0](h)).log_softmax(-1)
+        scores = logits.gather(-1, ids[..., None]).squeeze(-1).mean(1)
+        return F.nll_loss(logits[:n].flatten(0, 1), ids[:n].flatten()) - F.logsigmoid(scores[:n] - scores[n:]).mean()
+
+
+def test_a_slice_of_some_of_the_parts_stays_in_sections() -> None:
+    model, ids = Chosen("chunk"), torch.zeros(BATCH, 6, dtype=torch.long)
+    who = Texts("chosen", "train", capture(model, (ids, ids)), model.state_dict())
+    made = by_recipe(who, (2,), "ddp")
+    assert not any(use.startswith("R|") for name in made.nodes if "cat" in name for use in made.nodes[name].outs)
+    right(who.verified(made))
+    report = who.verified(by_stages(who, (1,), (roles.nothing,), 2, 2, "1f1b"))
+    assert report.ok, [row for row in report.rows if not row.ok][:4]
+
+
 class Views(Subject):
     """A subject of three views of samples."""
 

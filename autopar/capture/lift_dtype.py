@@ -8,6 +8,7 @@ integers (`arange(n) + 0.5`) have torch's default dtype: run what is lifted insi
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -74,6 +75,10 @@ def lifted(own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
 
 
 def _lift(item: Any, dtype: torch.dtype) -> Any:
+    """A dtype as `lifted`, and a number that `dtype` cannot hold (`torch.finfo(torch.float64).min`, in float32) as the
+    nearest one that it can: operators refuse others."""
+    if isinstance(item, float) and math.isfinite(item):
+        return min(max(item, torch.finfo(dtype).min), torch.finfo(dtype).max)
     return lifted(item, dtype) if isinstance(item, torch.dtype) else item
 
 

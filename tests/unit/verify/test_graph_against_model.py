@@ -166,6 +166,25 @@ def test_what_rounds_far_in_float32_is_compared_in_float64() -> None:
     assert not all(row.ok for row in graph_rows(model, captured, (x,), {}, training=True)[0])
 
 
+class Policy(nn.Module):
+    """How uncertain choices are. A distribution bounds its logits by the least number of their dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chances = torch.distributions.Categorical(logits=self.linear(x))
+        return chances.entropy().mean() - chances.log_prob(x.argmax(-1)).mean()
+
+
+def test_the_least_number_of_float64_is_that_of_float32_there() -> None:
+    """Operators refuse numbers that their dtype does not have: a model of float64 could not be compared."""
+    model, x = Policy().double(), torch.randn(6, 4).double()
+    rows, notes = graph_rows(model, capture(model, (x,)), (x,), {}, training=True)
+    assert not notes and all(row.ok for row in rows) and "loss" in {row.name for row in rows}
+
+
 class Noisy(nn.Module):
     """Draws numbers; drops some."""
 

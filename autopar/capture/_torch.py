@@ -210,6 +210,19 @@ def unvalidated_distributions() -> Iterator[None]:
 
 
 @contextmanager
+def masks_unread() -> Iterator[None]:
+    """A context in which torch.nn's transformers do not look whether a mask is causal, which has no values here: they
+    compute the same with the mask as with the hint that it is."""
+    from torch.nn.modules import transformer
+
+    def hinted(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    with mock.patch.object(transformer, "_detect_is_causal_mask", hinted):
+        yield
+
+
+@contextmanager
 def tracing() -> Iterator[None]:
     """A context in which `torch.compiler.is_compiling()` and `is_exporting()` are true, as under torch.export, which
     sets the same two flags. Model code asks them before it uses kernels that need real tensors."""

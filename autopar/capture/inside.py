@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from autopar._torch import copied, pytree
-from autopar.capture._torch import redirected, unvalidated_distributions
+from autopar.capture._torch import masks_unread, redirected, unvalidated_distributions
 from autopar.capture.lines import caller
 from autopar.errors import CaptureError
 
@@ -28,9 +28,10 @@ KNOWN = (torch.Tensor, bool, int, float, complex, str, type(None))
 
 @contextmanager
 def traced_forward() -> Iterator[list[str]]:
-    """A context in which torch.distributions do not check values (there are none), and `inference_mode` is `no_grad`
-    (torch.export does not trace it: what is computed inside would have gradients). Gives a list of the user's lines
-    that computed gradients. Raises CaptureError, inside, where a backward runs or torch's generator is seeded."""
+    """A context in which torch.distributions do not check values (there are none), torch.nn's transformers do not ask
+    whether a mask is causal, and `inference_mode` is `no_grad` (torch.export does not trace it: what is computed inside
+    would have gradients). Gives a list of the user's lines that computed gradients. Raises CaptureError, inside, where
+    a backward runs or torch's generator is seeded."""
     original, taken = torch.autograd.grad, list[str]()
 
     def grad(*args: Any, **kwargs: Any) -> Any:
@@ -39,6 +40,7 @@ def traced_forward() -> Iterator[list[str]]:
 
     with (
         unvalidated_distributions(),
+        masks_unread(),
         mock.patch.object(torch.autograd, "grad", grad),
         mock.patch.object(torch.autograd, "backward", _refuse_backward),
         mock.patch.object(torch.Tensor, "backward", _refuse_backward),

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autopar.capture import capture
 from autopar.errors import PlanError
@@ -104,11 +104,26 @@ def _worded(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x.flatten(0, 1), classes.where(classes < 10, classes // 2).flatten()).output.view(*x.shape[:2], 1) + x
 
 
+def _causal(x: Tensor) -> Tensor:
+    return nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device, dtype=x.dtype)
+
+
+def _near(x: Tensor) -> Tensor:
+    """Which positions see neighbours alone."""
+    places = torch.arange(x.shape[1], device=x.device)
+    return (places[:, None] - places).abs() > 1
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "encoder": lambda: First(_transformer(True), lambda layer, x: layer(x)),
     "positions first": lambda: First(_transformer(False), lambda layer, x: layer(x.transpose(0, 1)).transpose(0, 1)),
     "encoder and decoder": lambda: First(
         nn.Transformer(WIDTH, 2, 1, 1, 32, dropout=0.0, batch_first=True), lambda layer, x: layer(x, x.flip(1))
+    ),
+    "encoder with a mask": lambda: First(_transformer(True), lambda layer, x: layer(x, _causal(x))),
+    "encoder and decoder with masks": lambda: First(
+        nn.Transformer(WIDTH, 2, 1, 1, 32, dropout=0.0, batch_first=True),
+        lambda layer, x: layer(x, x.flip(1), _near(x), _causal(x), _near(x)),
     ),
     "attention with weights": lambda: First(
         nn.MultiheadAttention(WIDTH, 4, batch_first=True), lambda layer, x: layer(x, x, x)[0]
@@ -160,11 +175,26 @@ def subject(name: str) -> Subject:
     return Subject(name, "train", captured, model.state_dict())
 
 
+def test_a_mask_of_an_encoder_is_seen_to_be_causal() -> None:
+    """torch.nn's transformers look at its values, which a graph does not have: models that gave one were refused."""
+    calls = [
+        node
+        for part in subject("encoder with a mask").captured.gm.modules()
+        if isinstance(part, fx.GraphModule)
+        for node in part.graph.find_nodes(
+            op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
+        )
+    ]
+    assert [node.args[3:] for node in calls] == [(None, 0.0, True)]
+
+
 @pytest.mark.parametrize(
     ("name", "how"),
     [
         ("encoder", "tp"),
         ("positions first", "1f1b"),
+        ("encoder with a mask", "zero3"),
+        ("encoder and decoder with masks", "1f1b"),
         ("attention with weights", "1f1b"),
         ("lstm", "1f1b"),
         ("lstm both ways, no gradient of what comes in", "zero3"),

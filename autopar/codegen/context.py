@@ -10,11 +10,12 @@ from typing import Any
 
 from autopar.cluster import Cluster, Mesh
 from autopar.codegen import sizes as size_text
-from autopar.codegen.edges import Edges, Reshard, edges, options, out_pair
+from autopar.codegen.edges import Edges, Reshard, edges, in_pair, options, out_pair
 from autopar.codegen.expressions import EXPRESSIONS, qualified, tuple_text
 from autopar.cost.comm import collective_s, steps_s
 from autopar.layout import Step, dim_of, fraction, is_shard, ways_of
 from autopar.plan import Plan
+from autopar.problem.gradients import NO_GRADIENT
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.op_algorithms import sites
 from autopar.rules.site import InnerCollective, Site
@@ -88,6 +89,17 @@ class Context:
         (`R`)."""
         entries = self.plan.nodes[ref[0]].micro
         return entries[ref[1]] if entries else "R"
+
+    def operand(self, op: Op, number: int, text: str) -> str:
+        """The text of an operand of `op`, read as `text`. A trained weight is detached where no gradient comes back
+        through `op` (a pass under no_grad): autograd would keep what the backward of this and of all behind it needs.
+        Where it is gathered for `op` alone it is detached there."""
+        ref, program = op.operands[number], self.program
+        trained = program.is_weight(ref) and program.ops[ref[0]].call.outs[ref[1]].grad
+        recorded = trained and not op.graded and op.target not in NO_GRADIENT
+        if recorded and self.edges.between(ref, in_pair(self.plan, op.name, number), "edge", op.scope) is None:
+            text += ".detach()"
+        return self.shared(op.name, number, text)
 
     def shared(self, name: str, operand: int, text: str) -> str:
         """The text of an operand. One that is the same for all microbatches and is added to a partial sum is divided by

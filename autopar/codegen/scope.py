@@ -192,7 +192,7 @@ class ScopeWriter:
     def operator(self, op: Op) -> None:
         """The statement of one operator, and the reshards in front of it."""
         operands = [
-            self.context.shared(op.name, i, self.asked(ref, in_pair(self.context.plan, op.name, i)))
+            self.context.operand(op, i, self.asked(ref, in_pair(self.context.plan, op.name, i)))
             for i, ref in enumerate(op.operands)
         ]
         text = self._marked(self.context.edges.mark(op), self._call(op, operands))

@@ -33,8 +33,8 @@ NO_GRADIENT = (
 
 
 def reaching(gm: fx.GraphModule) -> dict[fx.Node, None]:
-    """Nodes of `gm` and of its bodies that the loss depends on differentiably. The values that a run of blocks carries
-    on are taken to be needed all together."""
+    """Nodes of `gm` and of its bodies that the loss depends on differentiably. Of the values that a run of blocks
+    carries on these are the same in all of its blocks."""
     (output,) = [node for node in gm.graph.nodes if node.op == "output"]
     results = zip(output.args[0], gm.meta["outputs"], strict=True)
     return _walk(gm, [node for node, about in results if about["kind"] == "loss" and isinstance(node, fx.Node)])
@@ -46,7 +46,7 @@ def carried_on(gm: fx.GraphModule, call: fx.Node, reached: Collection[fx.Node], 
     have later ones."""
     body, ports = _opened(gm, call)
     count = len(edit.results(body))
-    if int(call.meta.get("of", call.meta["repeat"])) < 2:
+    if not _many(call):
         return list(given[:count])
     flags = list(given)
     while True:
@@ -92,6 +92,11 @@ def _after(gm: fx.GraphModule, call: fx.Node, reached: Collection[fx.Node], give
     return [result in graded for result in edit.results(body)]
 
 
+def _many(call: fx.Node) -> bool:
+    """Whether a run is of several blocks, or a part of one that is."""
+    return int(call.meta.get("of", call.meta["repeat"])) > 1
+
+
 def _opened(gm: fx.GraphModule, call: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
     """The body of a run of blocks, and the placeholders of it that take what the run is fed or carries."""
     body = gm.get_submodule(str(call.target))
@@ -108,18 +113,31 @@ def _walk(gm: fx.GraphModule, ends: list[fx.Node]) -> dict[fx.Node, None]:
     found = dict.fromkeys(ends)
     for node in reversed(gm.graph.nodes):
         if node in found and node.op == "call_module":
-            found |= _body(gm, node)
+            found |= _body(gm, node, found)
         elif node in found and node.op == "call_function" and _differentiable(node):
             found |= dict.fromkeys(node.all_input_nodes)
     return found
 
 
-def _body(gm: fx.GraphModule, call: fx.Node) -> dict[fx.Node, None]:
-    """The nodes inside the body of a run that its results depend on, and the arguments of the run that these need."""
+def _body(gm: fx.GraphModule, call: fx.Node, found: Collection[fx.Node]) -> dict[fx.Node, None]:
+    """The nodes inside the body of a run that those of its results depend on which `found` reads or later blocks need,
+    and the arguments of the run that these need. One encoder that is gone through twice, once without a gradient, has
+    results of both passes, of which one is needed."""
     body, ports = _opened(gm, call)
-    inside = _walk(body, edit.results(body))
+    results, inside = edit.results(body), dict[fx.Node, None]()
+    wanted, read = dict[int, None](), {user.args[1]: None for user in call.users if user in found}
+    while not read.keys() <= wanted.keys():
+        wanted |= read  # type: ignore[arg-type]  # places of results are numbers
+        inside = _walk(body, [results[place] for place in wanted])
+        if _many(call):
+            read = {place: None for place, port in enumerate(ports[: len(results)]) if port in inside}
     feeds = [node for node in call.args if isinstance(node, fx.Node) and facts.tensors(node)]
-    return inside | dict.fromkeys(feed for port, feed in zip(ports, feeds, strict=True) if port in inside)
+    later = wanted if "part" in body.meta else {}  # the part before it has the gradients of the run, as it has
+    return inside | {
+        feed: None
+        for place, (port, feed) in enumerate(zip(ports, feeds, strict=True))
+        if port in inside or place in later
+    }
 
 
 def _differentiable(node: fx.Node) -> bool:

@@ -132,3 +132,29 @@ def test_blocks_have_one_where_something_in_front_of_them_or_in_them_is_trained(
     inside = [op for op in program.ops.values() if op.scope and op.role == "op"]
     assert inside and all(op.graded is graded for op in inside)
     assert any(op.saves for op in inside) is graded, "nothing is kept for a backward that there is not"
+
+
+class Taught(Tower):
+    """Blocks that are gone through twice, the second time without a gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wanted, h = self.stem(-x), self.stem(x)
+        for block in self.blocks:
+            h = block(h)
+        for block in self.blocks:
+            wanted = block(wanted)
+        return (h - wanted.detach()).square().sum()
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_pass_through_blocks_that_the_loss_does_not_depend_on_has_none(first: int) -> None:
+    """Nor has it in any part of the run."""
+    captured = capture(Taught(""), (torch.zeros(6, 4),))
+    (whole,) = read(captured.gm, captured.hints, training=True).runs
+    parted = captured.parted({whole: {"rest": first}}) if first else captured
+    program = read(parted.gm, captured.hints, training=True)
+    assert [part.count for part in program.runs.values()] == ([first, 3 - first] if first else [3])
+    for scope, part in program.runs.items():
+        assert [program.ops[port].call.outs[0].grad for port in part.ports] == [True, False]
+        inside = [op for op in program.ops.values() if op.scope == scope and op.role == "op"]
+        assert sum(op.graded for op in inside) == len(inside) / 2

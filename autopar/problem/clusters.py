@@ -3,7 +3,8 @@
 An elementwise Op (pointwise, view, cast) can take any layout, and a reshard costs the same before it as after it. So it
 joins the cluster of its readers where they are all in one. An operator that needs some dim whole (a norm, a softmax, a
 sum) joins only clusters without a contraction: a reshard between the two is what sequence parallelism does, and must
-stay possible. A contraction starts a cluster of its own, which operators that lead into it may join.
+stay possible. A contraction starts a cluster of its own, which operators that lead into it may join; not those whose
+value it takes twice (`z @ z.T`, all pairs of samples), once cut by rows and once whole.
 
 The options of a cluster on one axis (`Joint`) are the combinations of its members' options that agree on all edges
 inside the cluster, where there is never a reshard.
@@ -11,6 +12,7 @@ inside the cluster, where there is never a reshard.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -83,6 +85,9 @@ def _target(op: Op, program: Program, home: Mapping[str, Cluster], table: Table)
     if len(homes) != 1:
         return None
     (cluster,) = homes.values()
+    read = Counter(reader for ref in refs for reader, _ in readers.get(ref, ()))
+    if any(times > 1 and not passes_through(reader, table[reader.name]) for reader, times in read.items()):
+        return None
     if (
         cluster.root.role != "op"
         or cluster.scope != op.scope

@@ -86,6 +86,19 @@ def _inner(node: fx.Node) -> fx.Node | None:
     return None if facts.dtype(node).is_complex else _as(aten.dot.default, node, node.args)
 
 
+def _diagonal(node: fx.Node) -> fx.Node | None:
+    """The main diagonal of a square of all samples (`(z @ z.T).diag()`) as what each row has at its own place, which
+    leaves rows apart; other diagonals stay."""
+    given = edit.args_of(node)
+    square, offset = given["self"], given["diagonal" if node.target is aten.diag.default else "offset"]
+    sizes = facts.shape(square)
+    if len(sizes) != 2 or isinstance(sizes[0], int) or sizes[0] != sizes[1] or offset != 0:
+        return None
+    places = edit.call(node, aten.arange.default, edit.size(square, 0))
+    column = edit.call(node, aten.unsqueeze.default, places, 1)
+    return edit.call(node, aten.squeeze.dim, edit.call(node, aten.gather.default, square, 1, column), 1)
+
+
 def _full(node: fx.Node) -> fx.Node:
     return edit.call(node, aten.full_like.default, node.args[0], node.args[1])
 
@@ -192,6 +205,8 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten._unsafe_view.default: _same_args(aten.reshape.default, 2),
     aten.adaptive_avg_pool2d.default: _all_dims_mean,
     aten.cat.default: _without_empty,
+    aten.diag.default: _diagonal,
+    aten.diagonal.default: _diagonal,
     aten.embedding.default: _dense,
     aten.empty.memory_format: _made(aten.zeros.default, 1, 0),
     aten.fill.Scalar: _full,

@@ -3,8 +3,9 @@
 An elementwise Op (pointwise, view, cast) can take any layout, and a reshard costs the same before it as after it. So it
 joins the cluster of its readers where they are all in one. An operator that needs some dim whole (a norm, a softmax, a
 sum) joins only clusters without a contraction: a reshard between the two is what sequence parallelism does, and must
-stay possible. A contraction starts a cluster of its own, which operators that lead into it may join; not those whose
-value it takes twice (`z @ z.T`, all pairs of samples), once cut by rows and once whole.
+stay possible. A contraction starts a cluster of its own, which operators that lead into it may join.
+Nothing joins the cluster of readers that put it together with itself (`z @ z.T`, `z[:, None] - z`, all pairs of
+samples): one of the two is cut where the other is whole.
 
 The options of a cluster on one axis (`Joint`) are the combinations of its members' options that agree on all edges
 inside the cluster, where there is never a reshard.
@@ -16,12 +17,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from autopar.layout import NO_GRAD, dim_of, is_shard
 from autopar.problem.at_rest import EACH
 from autopar.problem.graph import Op, Program, Ref
 from autopar.rules.language import Option, Use
 from autopar.rules.tiles import tiles
 
+UNSQUEEZE = torch.ops.aten.unsqueeze.default
 Allow = Callable[[Op, Option], bool]
 Table = Mapping[str, Sequence[Option]]  # op name -> options on one axis
 
@@ -85,8 +89,7 @@ def _target(op: Op, program: Program, home: Mapping[str, Cluster], table: Table)
     if len(homes) != 1:
         return None
     (cluster,) = homes.values()
-    read = Counter(reader for ref in refs for reader, _ in readers.get(ref, ()))
-    if any(times > 1 and not passes_through(reader, table[reader.name]) for reader, times in read.items()):
+    if _paired([read for ref in refs for read in readers.get(ref, ())], table):
         return None
     if (
         cluster.root.role != "op"
@@ -95,6 +98,18 @@ def _target(op: Op, program: Program, home: Mapping[str, Cluster], table: Table)
     ):
         return None
     return cluster if not cluster.anchor or passes_through(op, table[op.name]) else None
+
+
+def _paired(reads: Sequence[tuple[Op, int]], table: Table) -> bool:
+    """Whether a value, read by `reads` (with the number of the operand), is put together with itself: by an operator
+    that is not elementwise and takes it twice (a product), or with a new dim at two places (`x[:, None] - x`)."""
+    places = {
+        op.call.args[1] % len(op.call.outs[0].shape) if op.target is UNSQUEEZE else 0
+        for op, number in reads
+        if op.role == "op" and (op.target is UNSQUEEZE or op.call.outs[0].shape[1:] == op.call.ins[number].shape)
+    }
+    times = Counter(op for op, _ in reads)
+    return len(places) > 1 or any(n > 1 and not passes_through(op, table[op.name]) for op, n in times.items())
 
 
 def _follow_parameters(program: Program, home: dict[str, Cluster], table: Table) -> None:

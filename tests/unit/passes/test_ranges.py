@@ -118,3 +118,27 @@ class Cells(nn.Module):
 @pytest.mark.parametrize("form", OTHERS)
 def test_anything_else_stays(form):
     assert len(normalized(form).graph.find_nodes(op="call_function", target=aten.index.Tensor)) == 1
+
+
+class Hardest(nn.Module):
+    """How far each sample is from the others, by products of all pairs and their diagonal."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form, self.map = form, nn.Linear(D, D, dtype=torch.float64)
+
+    def forward(self, x):
+        z = self.map(x)
+        pairs = z @ z.T
+        squares = self.form(pairs)
+        return (squares[:, None] - 2 * pairs + squares).amax(1).sum()
+
+
+@pytest.mark.parametrize("form", [torch.diag, torch.diagonal, lambda pairs: torch.diagonal(pairs, 0, -1, 0)])
+def test_a_diagonal_of_all_pairs_is_read_row_by_row(form):
+    torch.manual_seed(0)
+    model, inputs = Hardest(form), {"x": torch.randn(4, D, dtype=torch.float64)}
+    gm = run(export_graph(model, (), inputs, {"x": {0: B}}), NORMALIZE)
+    check_values(gm)
+    assert_same(gm, model, inputs, 1e-10)
+    assert not {aten.diag.default, aten.diagonal.default} & {node.target for node in gm.graph.nodes}

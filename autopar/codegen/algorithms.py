@@ -25,6 +25,7 @@ from autopar.rules import halo as windows
 from autopar.rules import tiles
 from autopar.rules.arguments import given
 from autopar.rules.local import groups_at, with_groups
+from autopar.window_rows import Window
 from passes import facts, ops
 from passes.switches import SWITCHES, place_of
 
@@ -231,10 +232,15 @@ def _halo(call: PlannedCall) -> str:
             *(image, f"dim={dim}", f"axis={axis}", f"size={sizes.text(whole[dim])}"),
             *(f"outs={sizes.text(result[dim])}", f"reach={read.reach}"),
             *((f"stride={read.stride}", f"padding={read.padding}") if read.stride != 1 or read.padding else ()),
-            *(('fill=float("-inf")',) if "max_pool" in str(op.target) and read.padding else ()),
+            *(('fill=float("-inf")',) if _largest_outside(op, read) else ()),
             "mesh=MESH",
         )
     return write(*_padded(op, replace(call.plain, args=(image, *call.plain.args[1:])), cut))
+
+
+def _largest_outside(op: Op, read: Window) -> bool:
+    """Whether windows whose largest row counts reach outside of the image: by padding, or behind it by ceil_mode."""
+    return "max_pool" in str(op.target) and bool(read.padding or given(op.call)["ceil_mode"])
 
 
 def _padded(op: Op, call: Written, cut: Collection[int]) -> tuple[Any, Written]:

@@ -19,7 +19,7 @@ from autopar.recipes.free import space
 from autopar.report.explain import choice_of
 from tests.helpers.kept import kept_on_rank
 from tests.helpers.ranks import on_ranks
-from tests.helpers.verify import BATCH, SEQ, Sizes, Subject, planned, planner_of
+from tests.helpers.verify import BATCH, SEQ, Sizes, Subject, by_place, planned, planner_of
 from tests.unit.decisions.test_memory import activations
 
 SIDE = 32
@@ -120,3 +120,33 @@ def test_means_over_windows_are_those_of_one_device_at_other_lengths_than_planne
     for length in (SEQ, SEQ - 3):
         report = pooled.verified(made, seq=length)
         assert report.ok, (length, report.first, report.worst)
+
+
+class Largest(nn.Module):
+    """The largest of two by two positions, none of which is positive, of images with odd sides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.pool = nn.Conv2d(3, 4, 3, padding=1), nn.MaxPool2d(2, ceil_mode=True)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.pool(-self.conv(images).abs() - 1.0).square().mean()
+
+
+class Images(Subject):
+    """The model with batches of its own."""
+
+    def batch(self, batch: int = BATCH, seq: int = SEQ) -> dict[str, Tensor]:
+        """Random images."""
+        return {"images": torch.randn(batch, 3, 13, 11, generator=torch.Generator().manual_seed(0))}
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
+def test_windows_that_reach_behind_an_image_find_nothing_larger_there(sizes: Sizes) -> None:
+    torch.manual_seed(0)
+    model = Largest()
+    who = Images("largest", "train", capture(model, (torch.zeros(BATCH, 3, 13, 11),), {}), model.state_dict())
+    made = by_place(who, sizes)
+    assert sum(run == "halo" for node in made.nodes.values() for run in node.runs) == 2 * len(sizes)
+    report = who.verified(made)
+    assert report.ok, (report.first, report.worst)

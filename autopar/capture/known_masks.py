@@ -70,6 +70,7 @@ class KnownMasks(TorchFunctionMode):
             name in ("__getitem__", "masked_select")
             and len(args) == 2
             and not kwargs
+            and (name == "__getitem__" or args[0].dim() == args[1].dim())  # else masked_select broadcasts
             and (picked := self._picked(*args)) is not None
         ):
             if (made := self._how(func, name, args, kwargs)) is not None:

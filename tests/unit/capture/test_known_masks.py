@@ -72,6 +72,7 @@ def test_another_mask_in_a_buffer_picks_as_many() -> None:
         lambda rows: (rows @ rows.T)[torch.eye(len(rows)).add_(rows.detach().mean()).bool()].view(2, -1).var(),
         lambda rows: (rows @ rows.T)[_written_to(rows.detach() @ rows.detach().T)].view(2, -1).var(),
         lambda rows: (rows @ rows.T)[_clamped()].view(2, -1).var(),
+        lambda rows: (rows @ rows.T).masked_select(torch.arange(8) < 4).view(2, -1).var(),  # of columns, not of rows
     ],
 )
 def test_masks_of_anything_else_are_refused(loss) -> None:

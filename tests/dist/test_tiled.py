@@ -82,17 +82,25 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _drawn(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
+def _drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=dtype)
 
 
-def _products(sizes: tuple[int, ...], axis: int, tiles: int, kind: str, trained: tuple[bool, bool]) -> None:
+def _products(
+    sizes: tuple[int, ...],
+    axis: int,
+    tiles: int,
+    kind: str,
+    trained: tuple[bool, bool],
+    dtype: torch.dtype = torch.float64,
+) -> None:
     """Rows of x cut over all axes, the weight over one of them: result and gradients of one device, in so many
     collectives."""
     mesh = Mesh(sizes, ("x", "y")[: len(sizes)], "cpu")
     rows, rests = tuple("S0" for _ in sizes), tuple("S0" if a == axis else "R" for a in range(len(sizes)))
     torch.manual_seed(0)
-    x, weight, bias, pull = _drawn(8, 3, 24), _drawn(24, 24), _drawn(24) if "bias" in kind else None, _drawn(8, 3, 24)
+    x, weight, added, pull = (_drawn(*shape, dtype=dtype) for shape in ((8, 3, 24), (24, 24), (24,), (8, 3, 24)))
+    bias = added if "bias" in kind else None
     whole = [
         t if t is None else t.clone().requires_grad_(on)
         for t, on in zip((x, weight, bias), (*trained, True), strict=True)
@@ -120,7 +128,7 @@ def _products(sizes: tuple[int, ...], axis: int, tiles: int, kind: str, trained:
                     torch.distributed.all_reduce(total, group=mesh.group(other))
             _close(total, own(theirs.grad, layout, mesh.sizes, mesh.coord))
     ran = Counter((item.kind, item.axis, item.bytes) for item in seen)
-    tile = 24 * 24 * 8 // tiles
+    tile = 24 * 24 * dtype.itemsize // tiles
     assert (
         ran
         == Counter(
@@ -143,6 +151,11 @@ def _close(got: Tensor | None, wanted: Tensor | None) -> None:
 )
 def test_products_equal_one_device(kind: str, sizes: tuple[int, ...], axis: int, tiles: int) -> None:
     on_ranks(math.prod(sizes), _products, sizes, axis, tiles, kind, (True, True))
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_products_of_complex_numbers_equal_one_device(kind: str) -> None:
+    on_ranks(2, _products, (2,), 0, 2, kind, (True, True), torch.complex128)
 
 
 @pytest.mark.parametrize("kind", ["linear", "matmul"])

@@ -22,8 +22,8 @@ Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which parts are added up: float32, for float64 that itself."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    """The dtype in which parts are added up: float32, for float64 and complex numbers that itself."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

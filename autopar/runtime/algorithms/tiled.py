@@ -162,13 +162,13 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, shard = ctx.saved_tensors
         how: _Tiling = ctx.how
-        columns, rows, total = how.columns(grads[0]), x.flatten(0, -2), None
+        columns, rows, total = how.columns(grads[0]), x.flatten(0, -2).conj(), None
         sums = _Scattered(how, shard) if ctx.needs_input_grad[1] else None
         tiles = _Gathered(how, shard) if ctx.needs_input_grad[0] else None
         for number in range(how.count):
             grad = columns[..., number, :].flatten(-2)
             if tiles is not None:
-                part = grad @ tiles.take()
+                part = grad @ tiles.take().conj()
                 total = part.to(wide(part.dtype)) if total is None else total.add_(part)
                 del part
             if sums is not None:
@@ -203,10 +203,10 @@ class _Matmul(torch.autograd.Function):
         tiles = _Gathered(how, shard) if grad_x is not None else None
         for number in range(how.count):
             if grad_x is not None and tiles is not None:
-                how.columns(grad_x)[..., number, :] = (grads[0] @ tiles.take().T).unflatten(-1, (how.ways, -1))
+                how.columns(grad_x)[..., number, :] = (grads[0] @ tiles.take().mH).unflatten(-1, (how.ways, -1))
             if sums is not None:
                 sums.wait()
-                sums.add(columns[..., number, :].flatten(-2).flatten(0, -2).T @ rows)
+                sums.add(columns[..., number, :].flatten(-2).flatten(0, -2).mH @ rows)
         bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, None if sums is None else sums.all(), bias, None
 

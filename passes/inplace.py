@@ -1,9 +1,9 @@
 """Replaces in-place ops by their functional twins.
 
 `y = x.view(...); y.mul_(2); use(x)` is only the same without mutation when whoever sees the memory of `x` later gets
-the new value. So: later uses of the mutated value use the twin's result; where the base of a view is used later, the
-result is written back into it (`slice_scatter`, `select_scatter`, ...); another view of the same memory used later is
-an error.
+the new value. So: later uses of the mutated value use the twin's result; where the base of a view, or another view of
+the same memory, is used later, the result is written back into the base (`slice_scatter`, `select_scatter`, ...), and
+the other view is taken of that anew.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from passes.grads import needs_grad
 from passes.scatters import SCATTERS
 
 aten = torch.ops.aten
+
+SEEN_ANEW = {*SCATTERS, aten.expand.default}
+"""Views that follow from values and sizes alone, however these lie in memory."""
 
 HELD = "held"
 """Key in `meta` of a view of memory that was written to: a value that is there already and equals the view. Such views
@@ -111,14 +114,18 @@ def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
     chain = _view_chain(base)
     root = chain[-1]
     check_root(node, root)
-    _check_gradients(gm, node, chain)
+    siblings = _siblings(node, chain)
+    _check_gradients(gm, node, chain, siblings)
     with edit.before(node):
         new = whole = _twin(node, base)
-    if root.meta.get("role") == "buffer" or _used_later(chain[1:], node):
+    if root.meta.get("role") == "buffer" or siblings or _used_later(chain[1:], node):
         new, whole = _write_back(node, chain, new)
     node.replace_all_uses_with(new)
     edit.redirect_later(base, new, behind=node)
-    _check_siblings(node, chain)
+    for view in siblings:
+        with edit.before(node):
+            seen = _seen_anew(node, view, root, whole)
+        edit.redirect_later(view, seen, behind=node)
     if root.meta.get("role") == "buffer":
         edit.mutate_buffer(gm, root, whole, behind=node)
     gm.graph.erase_node(node)
@@ -200,14 +207,15 @@ def check_root(node: fx.Node, root: fx.Node) -> None:
         )
 
 
-def _check_gradients(gm: fx.GraphModule, node: fx.Node, chain: list[fx.Node]) -> None:
+def _check_gradients(gm: fx.GraphModule, node: fx.Node, chain: list[fx.Node], siblings: list[fx.Node]) -> None:
     """Raise ValueError for a change without gradients (under no_grad or through a detached view) to a value that has
-    one: torch keeps the old gradient, which the functional twin cannot."""
+    one, where that or one of `siblings` is used later: torch keeps the old gradient, which the functional twin
+    cannot."""
     cut = next((place for place, view in enumerate(chain) if view.target is aten.detach.default), None)
     behind = chain[cut + 1 :] if cut is not None else chain if node.meta.get("no_grad") else []
     if not behind or behind[-1].meta.get("no_grad") or not needs_grad(gm)[behind[0]]:
         return
-    if _used_later(behind, node) or (cut is None and node.users):
+    if siblings or _used_later(behind, node) or (cut is None and node.users):
         raise ValueError(
             f"{facts.where(node)} changes in place ({node.target}) what {behind[0].name} ({facts.where(behind[0])}) "
             "holds, without gradients, and gradients of it flow later: a graph cannot; build the new value, for "
@@ -244,14 +252,30 @@ def _write_back(node: fx.Node, chain: list[fx.Node], new: fx.Node) -> tuple[fx.N
     return seen, whole
 
 
-def _check_siblings(node: fx.Node, chain: list[fx.Node]) -> None:
-    """Raise ValueError where another view of the same memory was made before the change and is used after it."""
-    for view in (*_views_below(chain[-1], node), *_shared(chain[0], node)):
-        if view not in chain and _used_later([view], node):
+def _siblings(node: fx.Node, chain: list[fx.Node]) -> list[fx.Node]:
+    """Other views of the memory of `chain` that were made before the change `node` and are used after it. Raises
+    ValueError for one that cannot be taken anew."""
+    root, found = chain[-1], list[fx.Node]()
+    for view in dict.fromkeys((*_views_below(root, node), *_shared(chain[0], node))):
+        if view in chain or not _used_later([view], node):
+            continue
+        *path, owner = _view_chain(view)
+        if owner is not root or any(step.target not in SEEN_ANEW for step in path):
             raise ValueError(
                 f"{facts.where(node)} changes in place ({node.target}) what {view.name} ({facts.where(view)}) also "
                 "sees and uses later: work on a copy, for example x = x.clone()"
             )
+        found.append(view)
+    return found
+
+
+def _seen_anew(node: fx.Node, view: fx.Node, root: fx.Node, whole: fx.Node) -> fx.Node:
+    """What `view`, a view of `root`, is of `whole`: the new value of `root` behind the change `node`."""
+    if view is root:
+        return whole
+    parent = view.args[0]
+    assert isinstance(parent, fx.Node)
+    return edit.call(node, view.target, _seen_anew(node, parent, root, whole), *view.args[1:], **view.kwargs)
 
 
 def _views_below(value: fx.Node, node: fx.Node) -> Iterator[fx.Node]:

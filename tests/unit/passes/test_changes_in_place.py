@@ -60,13 +60,78 @@ def test_changed_buffer_is_an_output():
 def test_shared_memory_is_refused_with_its_place():
     def function(m, x, y):
         h = (x @ m.w).clone()
-        other = h.t()
+        other = h.unfold(0, 2, 1)
         h.add_(1)
-        return h + other
+        return h + other.sum()
 
     with pytest.raises(ValueError, match=r"small_graphs\.py:\d+.*clone") as caught:
         run(export_graph(Fn(function), (data(6, 6),)), NORMALIZE)
     assert "in pass inplace" in caught.value.__notes__[0]
+
+
+def _of_the_whole(m, x, y):
+    h = (x @ m.w).clone()
+    other, rows = h.t(), h[1:]
+    h.add_(1).mul_(x)
+    return h + other + rows.sum()
+
+
+def _of_another_part(m, x, y):
+    h = x @ m.w
+    left, right = h[:, :3], h[:, 3:]
+    left *= 2
+    right += left
+    return torch.cat((left, right, h[:, 1:2]), 1)
+
+
+def _of_a_part_of_it(m, x, y):
+    h = x @ m.w
+    part = h.t()[1:]
+    row, spread = part[0], part[1:2].expand(4, 6)
+    old = row * 1
+    part.mul_(3)
+    part[0] = 0.5
+    row[1:].sub_(1)
+    return h * x + (old * row).sum() + spread.sum() * 2
+
+
+def _of_a_buffer(m, x, y):
+    tail = m.seen[2:]
+    m.seen.add_(x.detach().sum(0))
+    tail.mul_(2)
+    return x @ m.w * m.seen + tail.sum()
+
+
+def _swapped(m, x, y):
+    h = x @ m.w
+    h[0], h[1] = h[1], h[0]  # both rows are the second one: the first was written when it was read
+    return h
+
+
+def _without_gradients(m, x, y):
+    h = (x @ m.w).clone()
+    seen = h.detach()[0]
+    h.mul_(2)
+    return h * seen
+
+
+@pytest.mark.parametrize(
+    "function", [_of_the_whole, _of_another_part, _of_a_part_of_it, _of_a_buffer, _swapped, _without_gradients]
+)
+def test_other_views_see_the_change(function):
+    normalized(function, data(6, 6))
+
+
+@pytest.mark.parametrize("change", [lambda h: h.detach().mul_(2), lambda h: torch.no_grad()(h.mul_)(2)])
+def test_a_change_without_gradients_that_another_view_sees_is_refused(change):
+    def function(m, x, y):
+        h = x @ m.w
+        other = h.t()
+        change(h)
+        return x + other
+
+    with pytest.raises(ValueError, match="without gradients, and gradients of it flow later"):
+        normalized(function, data(6, 6))
 
 
 def test_input_changed_in_place_is_refused():

@@ -37,11 +37,15 @@ class _Plain(PythonCodePrinter):
 
     def _print_floor(self, expr: sympy.Expr) -> str:
         number, by = expr.args[0].as_numer_denom()
-        return _whole(expr, f"(({self._print(number)}) // {self._print(by)})")
+        return _whole(expr, f"(({self._print(number)}) // {self._divisor(by)})")
 
     def _print_ceiling(self, expr: sympy.Expr) -> str:
         number, by = expr.args[0].as_numer_denom()
-        return _whole(expr, f"(-(-({self._print(number)}) // {self._print(by)}))")
+        return _whole(expr, f"(-(-({self._print(number)}) // {self._divisor(by)}))")
+
+    def _divisor(self, by: sympy.Expr) -> str:
+        """`by` behind `//`: a product is divided by as a whole."""
+        return str(self._print(by)) if by.is_Atom else f"({self._print(by)})"
 
     def _print_Float(self, expr: sympy.Float) -> str:
         return repr(float(expr))

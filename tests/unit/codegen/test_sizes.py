@@ -66,6 +66,9 @@ PADDED = S + size_functions.PythonMod(8 - size_functions.PythonMod(S, 8), 8)
         size_functions.Min(S, 5),
         size_functions.Max(3, S) - S // 2,
         size_functions.FloorDiv(S * S - 1, S),
+        size_functions.FloorDiv(7 * S, 3 * size_functions.FloorDiv(S, 2)),
+        size_functions.FloorDiv(S * S, S + 3),
+        size_functions.FloorDiv(B * S, 1 + size_functions.Mod(S, 4)),
         7 * size_functions.FloorDiv(S, 3) - PADDED,
     ],
 )

@@ -134,12 +134,21 @@ class Explorer:
         return min(self.known_s, self._fastest_s)
 
     def probe(self, known_s: float) -> float:
-        """Visit only the starts, in half of the time that is left. Returns the fastest step known then, `known_s`
-        included. A later walk reuses the results."""
+        """Visit only the starts, in half of the time that is left; not those behind several that are far from the
+        fastest step and hardly get faster. Returns the fastest step known then, `known_s` included. A later walk reuses
+        the results."""
         self.known_s, self.deadline = min(self.known_s, known_s), self.context.timer.halfway
-        shapes = self._shapes()
-        for shape in sorted(self._starts(shapes), key=self.floors.__getitem__):
+        begin = sorted(self._starts(self._shapes()), key=self.floors.__getitem__)
+        far, before_s = 0, math.inf
+        for left, shape in zip(reversed(range(len(begin))), begin, strict=True):
             self.visit(shape, NEARER)
+            here_s = self._reached_s(shape)
+            if math.isfinite(here_s) and math.isfinite(before_s):
+                at_this_pace_s = here_s * (here_s / before_s) ** left
+                far = far + 1 if min(here_s, at_this_pace_s) > self.least_s * HONED else 0
+            if far == SLOWER_STARTS:
+                break
+            before_s = here_s
         return self.least_s
 
     def _shapes(self) -> list[Shape]:
@@ -352,7 +361,7 @@ class Explorer:
         self.context.request.say(f"{self.space.name}: {shape}")
         self.found[shape], near, least_s = None, min(near, self.reach), self.least_s
         try:
-            self.found[shape] = self.pricing.glance(shape, least_s * near)
+            self.found[shape] = self.pricing.glance(shape, least_s * near, least_s)
         except Beaten:
             self.beaten[shape] = near, least_s
         except InfeasibleError as error:
@@ -373,4 +382,5 @@ SCATTERED = 2
 """Results for which scattering gradients after every microbatch is tried: each takes as long as an exact solution."""
 
 SLOWER_STARTS = 2
-"""After so many starts in a row, each slower than the one before and far from the best, no further start is visited."""
+"""After so many starts in a row, each slower than the one before and far from the best, no further start is visited; in
+a probe also where each is faster, but by so little that none would come near."""

@@ -4,6 +4,7 @@ space, and as many blocks are run again as memory requires. Called by joint.expl
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -64,9 +65,10 @@ class Pricing:
     laid: dict[Shape, list[Glance]] = field(default_factory=dict)
     _opened: dict[tuple[int, str, tuple[int, ...]], Fuller] = field(default_factory=dict)
 
-    def glance(self, shape: Shape, cutoff_s: float) -> Found:
-        """A quick result: the best of all levels of rematerialisation that memory makes worth trying. Raises Beaten
-        where nothing is as fast as `cutoff_s`, InfeasibleError where nothing fits."""
+    def glance(self, shape: Shape, cutoff_s: float, known_s: float = math.inf) -> Found:
+        """A quick result: the best of all levels of rematerialisation that memory makes worth trying, and what is best
+        kept of blocks that are run again where it may become faster than `known_s` by that. Raises Beaten where nothing
+        is as fast as `cutoff_s`, InfeasibleError where nothing fits."""
         tables = self.tables(shape)
         bounds: list[float] = []
         best: Found | None = None
@@ -88,21 +90,25 @@ class Pricing:
             if found.filled < FULL:
                 self._note_roomy(shape, level, found.step_s)
             best = found if best is None or found.step_s < best.step_s else best
-        self.proven[shape] = min(bounds, default=float("inf"))
+        self.proven[shape] = min(bounds, default=math.inf)
         if best is None:
             raise failed
-        best = self._with_other_results_kept(best)
+        if self._runs_again(best) and self._roomy_s(best) < known_s:
+            best = self._with_other_results_kept(best)
         self.proven[shape] = min(self.proven[shape], best.step_s)
         return best
 
     def _with_other_results_kept(self, found: Found) -> Found:
         """`found`, or the same with other results kept of the blocks that it runs again, where that is faster."""
-        if not self._runs_again(found):
-            return found
         way = found.table, found.ground
         made = self._open(found.chosen).fastest(lambda chosen: self._estimated(found.shape, way, chosen))
         made = made and self._estimated(found.shape, way, made.chosen, shifts=True)
         return found if made is None or made.step_s >= found.step_s else made
+
+    def _roomy_s(self, found: Found) -> float:
+        """Seconds of a step of the same choices if memory had room for all results."""
+        roomy = replace(found.ground, limits=(math.inf,) * len(found.ground.limits))
+        return self._estimated(found.shape, (found.table, roomy), found.chosen).step_s
 
     def _open(self, chosen: Chosen) -> Fuller:
         """What blocks may keep under the choices of `chosen`, found once for the glance and the exact solution."""
@@ -203,7 +209,7 @@ class Pricing:
         level: str,
         *,
         exact: bool,
-        cutoff_s: float = float("inf"),
+        cutoff_s: float = math.inf,
         bounds: list[float] | None = None,
         models: Models | None = None,
         each: bool = False,

@@ -97,6 +97,18 @@ def test_a_shape_short_of_memory_keeps_what_makes_it_fastest(shape: Shape, share
     assert min(gained) >= 0 and max(gained) > 0.005
 
 
+def test_what_is_slower_with_all_the_memory_than_what_is_known_keeps_what_a_level_says() -> None:
+    """It cannot become the fastest plan, whatever blocks keep."""
+    shape = SHAPES[0]
+    context, _ = roomy(shape)
+    least_s = Pricing(context, SEARCH).glance(shape, math.inf).step_s
+    pricing = short(shape, 0.65)
+    level = Levels(pricing.context, SEARCH).glance(shape, math.inf)
+    best, near, far = (pricing.glance(shape, math.inf, known_s) for known_s in (math.inf, 1.01 * least_s, least_s / 2))
+    assert least_s < best.step_s < level.step_s
+    assert (near.step_s, far.step_s) == (best.step_s, level.step_s)
+
+
 def test_each_place_keeps_what_its_own_memory_has_room_for() -> None:
     """The first place of 1F1B has more microbatches than the last one: with as much memory it runs more again, or keeps
     less."""

@@ -230,7 +230,7 @@ def test_more_places_are_not_begun_with_where_steps_get_longer_and_longer(
     walk = Explorer(context, SEARCH, math.inf, math.inf)
     walk.floors = dict.fromkeys(shapes, 0.1)
     vars(walk)["pricing"] = SimpleNamespace(
-        proven={}, glance=lambda shape, cutoff_s: SimpleNamespace(shape=shape, step_s=took_s[shape])
+        proven={}, glance=lambda shape, *bounds_s: SimpleNamespace(shape=shape, step_s=took_s[shape])
     )
     monkeypatch.setattr(explore, "FEW_SHAPES", 4)
     monkeypatch.setattr(explore, "neighbours", lambda shape, among: [])
@@ -249,7 +249,7 @@ def test_neighbours_of_the_best_are_visited_between_starts() -> None:
     walk = Explorer(context, SEARCH, math.inf, math.inf)
     walk.floors = dict.fromkeys(shapes, 0.1)
     vars(walk)["pricing"] = SimpleNamespace(
-        proven={}, glance=lambda shape, cutoff_s: SimpleNamespace(shape=shape, step_s=1.0 + 0.001 * shape.places)
+        proven={}, glance=lambda shape, *bounds_s: SimpleNamespace(shape=shape, step_s=1.0 + 0.001 * shape.places)
     )
     walk.wider = {Shape(64, (1,), 64): 1.0}  # a walk inside of another one begins with starts, however few there are
     walk._walk(shapes)
@@ -265,7 +265,7 @@ def test_the_first_neighbour_that_is_faster_is_gone_on_with() -> None:
     walk = Explorer(context, SEARCH, math.inf, math.inf)
     walk.floors = dict.fromkeys(took_s, 0.1)
     vars(walk)["pricing"] = SimpleNamespace(
-        proven={}, glance=lambda shape, cutoff_s: SimpleNamespace(shape=shape, step_s=took_s[shape])
+        proven={}, glance=lambda shape, *bounds_s: SimpleNamespace(shape=shape, step_s=took_s[shape])
     )
     walk.visit(line[0], explore.NEAR)
     walk._climb([*took_s])
@@ -307,7 +307,7 @@ def test_shapes_that_a_quick_look_proves_to_be_slower_are_not_visited(
     walk = Explorer(context, SEARCH, known_s, math.inf, quick_s=quick_s)
     walk.floors = dict.fromkeys(shapes, 0.1)
     vars(walk)["pricing"] = SimpleNamespace(
-        proven={}, levels=("none",), glance=lambda shape, cutoff_s: SimpleNamespace(shape=shape, step_s=1.0)
+        proven={}, levels=("none",), glance=lambda shape, *bounds_s: SimpleNamespace(shape=shape, step_s=1.0)
     )
     for shape in shapes:
         walk.visit(shape, explore.NEAR)

@@ -5,10 +5,9 @@ Forward: each operand is read once and each result written once (passes annotate
 Backward: the gradients of results and the saved tensors are read, the gradients of operands are written. An addition
 hands its gradient on without a copy. Where several operators read a value, their gradients are added up: two reads and
 a write for each reader after the first. The gradients of the pieces of a split are concatenated, that of a slice is put
-into zeros, unless fused kernels write them in place. Gradients of what was joined or summed up are
-views, of which the latter have nothing to read. The bias of a
-matmul is added in the kernel of the matmul, its gradient is a sum by another kernel. Some derivatives are several
-kernels, with tensors between them (problem.derivatives), unless fused.
+into zeros, unless fused kernels write them in place. Gradients of what was joined or summed up are views, of which the
+latter have nothing to read. The bias of a matmul is added in the kernel of the matmul, its gradient is a sum by another
+kernel. Some derivatives are several kernels, with tensors between them (problem.derivatives), unless fused.
 
 Fused: a pointwise operator whose only reader is another one, a norm, a softmax or a concatenation runs in the kernel of
 that reader, and the tensor between them stays in registers. The backward recomputes it from the inputs of the kernel
@@ -112,11 +111,10 @@ def annotate(program: Program) -> None:
             op.bytes += (DRAWN_BYTES + 1) * math.prod(op.call.outs[0].sizes)
     for op, reader in _read_once(program, readers):
         _read_spread(op, reader)
-    for producer, reader, tensor in _fused_pairs(program, readers):
-        _fuse(producer, reader, tensor)
-    for op, reader in _read_once(program, readers):
         if op.bias_bytes and reader.target in POINTWISE - SUMS:
             op.fused_bias_bytes = 0.0  # summed up where the gradient is made
+    for producer, reader, tensor in _fused_pairs(program, readers):
+        _fuse(producer, reader, tensor)
 
 
 def _has_kernel(op: Op) -> bool:
@@ -138,9 +136,7 @@ def _backward_bytes(op: Op) -> float:
     of a bias."""
     bias = bias_of(op.call)
     grads = [t for t in op.call.ins if t.grad and t is not bias]
-    if not op.graded or not grads:
-        return 0.0
-    if op.target in HANDED_ON:
+    if not op.graded or not grads or op.target in HANDED_ON:
         return 0.0
     out = sum(tensor_bytes(t) for t in op.call.outs if t.grad)
     if op.target in SUMS:  # the gradient of an operand of the same sizes is that of the result

@@ -91,8 +91,8 @@ def whole_weights(role: Role) -> Role:
     """`role` for operators; parameters are whole."""
 
     def mixed(ways: int) -> Allow:
-        works = role(ways)
-        return lambda op, option: not option.split if op.role == "param" else works(op, option)
+        works, whole = role(ways), roles.nothing(ways)
+        return lambda op, option: (whole if op.role == "param" else works)(op, option)
 
     return mixed
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 from autopar.capture import capture
 from autopar.cluster import Cluster
+from autopar.cost.memory import parameter_bytes
 from autopar.optimizers import OPTIMIZERS
 from autopar.problem.graph import Op
 from autopar.problem.options import sections_of, table_of
@@ -22,6 +25,7 @@ from tests.helpers.moved import Moved
 WIDE = 512
 NUMBERS = WIDE * WIDE
 HOST = Cluster.parse("h100:1x2")
+ROW = re.compile(r"\| `\"([\w-]+)\"` \|.*\| (\d+) \| (\d+) \|\n")
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -77,6 +81,21 @@ def test_a_step_reads_all_and_writes_all_but_the_gradient(
     own = NUMBERS / (2 if factor else 1)
     wanted_s = passes_s(each * own) + HOST.device.update_s
     assert prices(precision, optimizer).update_s(found, (option,)) == pytest.approx(wanted_s, rel=1e-9)
+
+
+def test_the_docs_say_what_each_optimizer_is_priced_as() -> None:
+    """A row of docs/training.md for each: bytes of state and bytes that a step moves, per element in float32."""
+    text = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8")
+    said = {name: (int(state), int(moved)) for name, state, moved in ROW.findall(text)}
+    found, option = weight("float32", "")
+    rate = passes_s(1.0)
+    assert said == {
+        name: (
+            round(parameter_bytes(NUMBERS, "float32", "float32", name).optimizer / NUMBERS),
+            round((prices("float32", name).update_s(found, (option,)) - HOST.device.update_s) / rate / NUMBERS),
+        )
+        for name in OPTIMIZERS
+    }
 
 
 def test_momentum_is_read_and_written_again() -> None:

@@ -58,6 +58,14 @@ def vector_rate(dtype: str, device: Device) -> float:
     return device.vector_flops or device.flops(bound) * share
 
 
+def drawing_s(elements: float, device: Device, *, masks: bool = False) -> float:
+    """Seconds of drawing so many random numbers one after the other, as CPUs do (`masks`: zeros and ones); 0 on
+    devices whose threads draw side by side."""
+    if device.kind != "cpu":
+        return 0.0
+    return elements * (DRAWN_MASK if masks else DRAWN_NUMBER) / (device.vector_flops or CORE_VECTOR_FLOPS)
+
+
 def vector_bound(dtype: str, device: Device) -> tuple[str, float]:
     """(dtype, share): operators that are no matmul run at most at this share of the peak of this dtype. It is the
     slower one of `dtype` and float32. The float64 peak of tensor cores is as high as the float32 peak of vector units,
@@ -135,6 +143,12 @@ NARROW_BYTES = 1536
 block of threads computes one row forward, and 32 columns of the gradients of weights, so that narrow rows leave
 multiprocessors without work: measured on one H100, 16-bit rows of 768 (1.24 to 1.28 TB/s on 132), of 2048 (2.3) and of
 4096 (2.1 TB/s)."""
+
+DRAWN_NUMBER, DRAWN_MASK = 45, 90
+CORE_VECTOR_FLOPS = 16e9
+"""A random number of a CPU takes as long as so many FLOPs of pointwise operators do, and what a core does of these in a
+second where it was not measured. Measured, torch 2.13, one thread of an AVX-512 server: 2.8 (uniform) and 3.4 ns
+(normal) for a number, 5.8 for one of a mask, 0.5 for a GELU of 8 FLOPs."""
 
 RAMP = 2
 """Fused attention has keys / (keys + so many tiles) of its rate, of the keys that a row sees on the mean: half of all

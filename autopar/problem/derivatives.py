@@ -56,8 +56,10 @@ class More:
 
 MORE = {
     aten.abs.default: More(2),
+    aten.acos.default: More(11),
     aten.amax.default: More(0, 3),
     aten.amin.default: More(0, 3),
+    aten.atan.default: More(4),
     aten.binary_cross_entropy_with_logits.default: More(4),
     aten.clamp.default: More(1, 6),
     aten.clamp_max.default: More(0, 2),
@@ -65,6 +67,7 @@ MORE = {
     aten.cos.default: More(4),
     aten.cumsum.default: More(4),
     aten.erf.default: More(8),
+    aten.exp2.default: More(2),
     aten.expm1.default: More(2),
     aten.kl_div.default: More(2),
     aten.l1_loss.default: More(2),
@@ -73,21 +76,26 @@ MORE = {
     aten.log1p.default: More(2),
     aten.log2.default: More(2),
     aten.logsumexp.default: More(4),
+    aten.pow.Scalar: More(1),
     aten.pow.Tensor_Scalar: More(4),
     aten.prod.dim_int: More(15),
     aten.reciprocal.default: More(4),
     aten.rsub.Scalar: More(2),
     aten.rsqrt.default: More(4),
     aten.sin.default: More(2),
+    aten.sinh.default: More(2),
     aten.sqrt.default: More(2),
     aten.square.default: More(4),
     aten.std.correction: More(3),
+    aten.tan.default: More(4),
     aten.var.correction: More(3),
 }
 """Operators whose derivative by their first operand is several kernels: what these move beyond one that reads the
 gradient and what is kept, and writes a gradient."""
 
 MORE_FORWARD = {
+    # two norms, two quotients, a product and a sum
+    aten.cosine_similarity.default: More(8),
     aten.kl_div.default: More(7),
     aten.l1_loss.default: More(4),
 }
@@ -141,13 +149,23 @@ def _larger(index: int, n: Sizes) -> float:
     return 7 * n.out + 2 * sum(n.ins) + 4 * n.mask
 
 
+def _power(index: int, n: Sizes) -> float:
+    """where(y == 0, 0, gradient * (y * x ** (y - 1))) for x, and for y
+    where((x == 0) & (y >= 0), 0, gradient * (x ** y * log(x)))."""
+    x, y = n.ins
+    return 4 * x + y + 7 * n.out + 6 * n.mask if index else x + 5 * y + 8 * n.out + 2 * n.mask
+
+
 BY_OPERAND: dict[Any, Callable[[int, Sizes], float]] = {
     aten.addcmul.default: lambda index, n: 4 * n.out + n.ins[3 - index] if index else 0.0,
+    # of the quotient by its norm, and of that; at the size of the rows, not of the result
+    aten.cosine_similarity.default: lambda index, n: 22 * n.ins[index],
     aten.div.Tensor: _quotient,
     aten.lerp.Scalar: lambda index, n: 2 * n.out,
     aten.maximum.default: _larger,
     aten.minimum.default: _larger,
     aten.mul.Tensor: lambda index, n: 2 * n.out + n.ins[1 - index],
+    aten.pow.Tensor_Tensor: _power,
     # the gradients of both come from one kernel
     aten.prelu.default: lambda index, n: n.out if index else 3 * n.out,
     aten.sub.Tensor: lambda index, n: 2 * n.out * index,

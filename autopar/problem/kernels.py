@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 from autopar.cluster import Device
 from autopar.cost.comm import copy_s
 from autopar.cost.compute import (
@@ -18,6 +20,7 @@ from autopar.cost.compute import (
     Shape,
     aligned_share,
     attention_share,
+    drawing_s,
     matmul_efficiency,
     op_s,
     straight_share,
@@ -33,6 +36,9 @@ from autopar.rules.arguments import given
 from autopar.rules.experts import INSIDE
 from autopar.rules.language import Option
 from autopar.rules.site import Site
+
+MASKS = frozenset((ATTENTION, torch.ops.aten.bernoulli.p, torch.ops.aten.dropout.default))
+"""Operators that draw zeros and ones."""
 
 
 class Kernels:
@@ -104,7 +110,7 @@ class _Shard:
             inside += INSIDE[op.target].moved_bytes(Site(op.call.ins, self.options, self.sizes, call=op.call))
         forward, backward = (op.fused_bytes, op.fused_backward_bytes) if self.settings.fused else self._eager_bytes()
         matmul, beside = self._matmul(share), self._beside_bytes()
-        ahead = self._kernels_s(op.flops * share, forward * local + inside + beside[0], matmul, 0)
+        ahead = self._kernels_s(op.flops * share, forward * local + inside + beside[0], matmul, 0) + self._draws_s()
         if not (self.settings.training and op.graded):
             return ahead, 0.0
         return ahead, self._kernels_s(
@@ -128,6 +134,17 @@ class _Shard:
         local = fraction(tuple(o.outs[0].value for o in self.options), self.sizes)
         straight = 1.0 if self.settings.fused else straight_share(self.device)
         return op_s(0.0, local * nbytes / straight, op.dtype, self.device)
+
+    def _draws_s(self) -> float:
+        """Seconds of drawing random numbers: one for each element of the result, in attention for each score."""
+        op = self.op
+        if not op.draws:
+            return 0.0
+        sizes = op.call.outs[0].sizes
+        if op.target is ATTENTION:
+            sizes = (*sizes[:-1], op.call.ins[1].sizes[-2])
+        drawn = most_elements(sizes, tuple(o.outs[0].value for o in self.options), self.sizes)
+        return drawing_s(drawn, self.device, masks=op.target in MASKS)
 
     def _beside_bytes(self) -> tuple[float, float]:
         """Bytes, forward and backward, that tiles read and write beyond one pass over all tensors."""

@@ -54,7 +54,8 @@ NORMS = frozenset((aten.layer_norm.default, aten.rms_norm.default))
 LOSSES = (ops.cross_entropy_sum, ops.cross_entropy_each)
 SOFTMAXES = frozenset((aten.softmax.int, aten.log_softmax.int))
 DRAWN_BYTES = 4
-"""Drawing the mask of a dropout takes as long as moving so many bytes per element."""
+"""Drawing the mask of a dropout takes as long as moving so many bytes per element; on CPUs, which draw in a time of
+their own (cost.compute.drawing_s), it is written."""
 PLAIN_NORM = (7, 20)
 """How often an RMSNorm that runs as plain operators reads or writes all elements, forward and backward."""
 PIECES = frozenset((aten.split_with_sizes.default, aten.unbind.int))
@@ -106,9 +107,8 @@ def annotate(program: Program) -> None:
         if casts_first(op, program.device):
             wide = 2 * tensor_bytes(op.call.outs[0])
             op.bytes, op.backward_bytes = op.bytes + wide, op.backward_bytes + wide * op.graded
-        # the mask is drawn by a kernel of its own, in the time that float32 would take to be written, and read
         if op.target is aten.dropout.default:
-            op.bytes += (DRAWN_BYTES + 1) * math.prod(op.call.outs[0].sizes)
+            _add_mask(op, program.device)
     for op, reader in _read_once(program, readers):
         _read_spread(op, reader)
         if op.bias_bytes and reader.target in POINTWISE - SUMS:
@@ -188,6 +188,17 @@ def casts_first(op: Op, device: str) -> bool:
         and op.call.ins[0].itemsize < op.call.outs[0].itemsize
         and (device == "cpu" or op.dtype != "float16")
     )
+
+
+def _add_mask(op: Op, device: str) -> None:
+    """Charge a dropout what it moves beside operand and result: the mask is made by a kernel of its own, and read. CPUs
+    scale in three operators, forward and backward: they cast the mask, multiply and scale
+    (runtime.algorithms.dropout)."""
+    out = op.call.outs[0]
+    op.bytes += ((1 if device == "cpu" else DRAWN_BYTES) + 1) * math.prod(out.sizes)
+    if device == "cpu":
+        op.bytes += 4 * tensor_bytes(out)
+        op.backward_bytes += 4 * tensor_bytes(out) * op.graded
 
 
 def _add_gradient_sums(program: Program, ref: Ref, readers: list[Op]) -> None:

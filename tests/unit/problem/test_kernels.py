@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from torch import fx, nn
+from torch.nn import functional
 
 from autopar.capture import capture
 from autopar.cluster import Cluster, Device
+from autopar.cost.compute import DRAWN_MASK, DRAWN_NUMBER
 from autopar.problem.graph import ATTENTION, Op, Program
 from autopar.problem.kernels import Kernels
 from autopar.problem.options import sections_of, table_of
@@ -165,3 +168,46 @@ def test_the_slowest_rank_has_the_largest_shard(where: str, name: str, factor: s
         option = next(o for o in table_of(program, 3, sections_of(program, None), None)[op.name] if o.factor == factor)
         found.append(Kernels(device, Settings()).seconds(op, (option,), (3,)))
     assert found[0] == pytest.approx(found[1], rel=1e-9)
+
+
+class Drawing(nn.Module):
+    """A product, and what `body` makes of its rows."""
+
+    def __init__(self, body: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.body = nn.Linear(64, 64, bias=False), body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.linear(x)).sum()
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "flops"),
+    [
+        (lambda x: functional.dropout(x, 0.1), "dropout", DRAWN_MASK * 64),
+        (lambda x: x + torch.randn_like(x), "randn", DRAWN_NUMBER * 64),
+        # a number for each of 32 keys, not for each of 64 columns
+        (
+            lambda x: functional.scaled_dot_product_attention(*[x.view(-1, 1, 32, 64)] * 3, dropout_p=0.1),
+            "scaled_dot_product",
+            DRAWN_MASK * 32,
+        ),
+        (lambda x: functional.scaled_dot_product_attention(*[x.view(-1, 1, 32, 64)] * 3), "scaled_dot_product", 0),
+    ],
+    ids=["dropout", "numbers", "attention", "attention without dropout"],
+)
+def test_cpus_draw_one_number_after_the_other(
+    body: Callable[[torch.Tensor], torch.Tensor], name: str, flops: int
+) -> None:
+    """Where the device is as fast at all else the drawing is what is left; two ranks draw half of it each."""
+    with torch.device("meta"):
+        model, x = Drawing(body), torch.empty(128, 64)
+    device, slower = (replace(Cluster.parse("cpu:1x2").device, vector_flops=rate) for rate in (1e18, 1e9))
+    program = read(capture(model, (x,)).gm, {"b": 128}, training=True, device="cpu")
+    op = next(op for op in program.ops.values() if name in op.name)
+    for ways in (1, 2):
+        options = table_of(program, ways, sections_of(program, None), None)[op.name]
+        option = next((o for o in options if o.outs[0].value == "S0"), options[0])
+        if ways == 1 or option.outs[0].value == "S0":
+            seconds, floor = (Kernels(each, Settings()).seconds(op, (option,), (ways,))[0] for each in (slower, device))
+            assert seconds - floor == pytest.approx(flops * 128 / 1e9 / ways, rel=0.02)

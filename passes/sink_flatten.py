@@ -132,7 +132,7 @@ def _keeps_last(node: fx.Node) -> bool:
     if node.target is not aten.sum.dim_IntList:
         return False
     given = edit.args_of(node)
-    return given["keepdim"] and list(given["dim"]) in ([-1], [1]) and facts.rank(node.args[0]) == 2
+    return given["keepdim"] and list(given["dim"] or ()) in ([-1], [1]) and facts.rank(node.args[0]) == 2
 
 
 def _sink_topk(node: fx.Node) -> None:

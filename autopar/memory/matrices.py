@@ -27,9 +27,9 @@ def _rows(times: float) -> Bytes:
 
 def _oblong(local: Local, dims: tuple[int, int] = (-2, -1)) -> tuple[float, float]:
     """For the m x n matrices in two dims of the first operand, bytes of as many square matrices: of max(m, n) rows, and
-    of min(m, n) rows."""
+    of min(m, n) rows; none of empty ones."""
     short, long = sorted(local.op.call.ins[0].sizes[dim] for dim in dims)
-    return local.ins[0] * long / short, local.ins[0] * short / long
+    return (local.ins[0] * long / short, local.ins[0] * short / long) if short else (0.0, 0.0)
 
 
 def _tall(local: Local) -> bool:

@@ -55,6 +55,7 @@ MORE = {
     aten.index_reduce.default: [case(f(5, 4, 6), 1, i(4, 3), f(5, 3, 6), reduce) for reduce in ("amin", "prod")],
     aten.linalg_cond.default: [case(f(5, 3, 6))],
     aten.linalg_eigvals.default: [case(d(16, 16))],
+    aten.linalg_norm.ord_str: [case(f(0, 4), "nuc")],
     aten.linalg_householder_product.default: [case(f(5, 6, 2), T((5, 2), "sig"))],
     **{target: [case(f(5, 64), -1, torch.float64)] for target in (aten.softmax.int, aten.log_softmax.int)},
     **{

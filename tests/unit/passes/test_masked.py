@@ -54,6 +54,7 @@ LOSSES: dict[str, Callable[..., object]] = {
     "weights of classes": lambda net, h, y, m: F.cross_entropy(
         h[m], y[m], net.norm.weight.detach() + y.new_tensor(range(D))
     ),
+    "variance of all that counts": lambda net, h, y, m: torch.masked.var(h, None, True, mask=h > 0),
     "likelihoods": lambda net, h, y, m: F.nll_loss(F.log_softmax(h, -1)[m], y[m]),
     "squares": lambda net, h, y, m: F.mse_loss(h[m], h.detach().flip(-1)[m]),
     "against constants": lambda net, h, y, m: (

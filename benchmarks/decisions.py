@@ -10,9 +10,12 @@ what they split (sample, attribute, parameter), over all mesh axes.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -148,10 +151,19 @@ def main() -> None:
     parser.add_argument("--guide", action="store_true", help="the decision table of the guide")
     options = parser.parse_args()
     if options.guide:
-        print(tabulate([guide_row(name) for name in ROWS], headers="keys", tablefmt="github"))
+        tell([partial(guide_row, name) for name in ROWS])
         return
     cases = [case for case in CASES if options.only is None or case.name in options.only]
-    print(tabulate([row(case, options.time_limit) for case in cases], headers="keys", tablefmt="github"))
+    tell([partial(row, case, options.time_limit) for case in cases])
+
+
+def tell(todo: Sequence[Callable[[], dict[str, object]]]) -> None:
+    """Make the rows, each of which takes up to minutes: one by one on the way to stderr, and the table at the end."""
+    rows = []
+    for number, make in enumerate(todo):
+        rows.append(make())
+        print(f"{number + 1}/{len(todo)} {rows[-1]}", file=sys.stderr, flush=True)
+    print(tabulate(rows, headers="keys", tablefmt="github"))
 
 
 if __name__ == "__main__":

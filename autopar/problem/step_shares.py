@@ -115,9 +115,8 @@ class StepPrices(Prices):
         held = super()._held(op, lies)
         if lies.each or not lies.gathered:
             return held
-        return replace(
-            held, gradients=held.gradients * (1 + self._elements(op, lies.leaf) / self._elements(op, lies.rest))
-        )
+        times = self._elements(op, lies.leaf) / max(1, self._elements(op, lies.rest))  # a weight may have no elements
+        return replace(held, gradients=held.gradients * (1 + times))
 
     def extra_bytes(self, op: Op, options: tuple[Option, ...]) -> float:
         """0: what the backward keeps belongs to MicroPrices."""

@@ -8,13 +8,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from autopar.capture import capture
 from autopar.cluster import Cluster
 from autopar.planner import Planner
 from autopar.problem.at_rest import EACH, Resting
 from autopar.problem.hiding import LOCAL_AXIS
+from autopar.problem.options import table_of
 from autopar.problem.pairs import LayoutPair
 from autopar.problem.prices import Prices
+from autopar.problem.read_graph import read
 from autopar.problem.settings import Settings
 from autopar.problem.step_shares import MicroPrices, StepPrices
 from autopar.request import Request
@@ -93,3 +98,25 @@ def test_gradients_add_up_where_there_are_several_microbatches() -> None:
             assert alone == 0.0
             seconds = device.launch_s + device.memory_s(nbytes * elements / cut)
             assert of_four == pytest.approx(0.75 * op.count * seconds)
+
+
+class Empty(nn.Module):
+    """A layer, and a weight without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rows = nn.Linear(8, 8), nn.Parameter(torch.zeros(0, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) + self.rows.sum(0)).square().sum()
+
+
+def test_a_weight_without_elements_takes_nothing() -> None:
+    """Whole or cut, along the dim of its rows, of which there are none, or the other one."""
+    cluster = Cluster.parse("h100:1x4")
+    program = read(capture(Empty(), (torch.zeros(8, 8),)).gm, {"b": 8}, training=True)
+    once = StepPrices(cluster.mesh((4,)), cluster.device, Settings())
+    (rows,) = [op for op in program.ops.values() if op.fqn == "rows"]
+    options = table_of(program, 4, (), None)[rows.name]
+    assert any(Resting.of([option]).gathered for option in options)
+    assert [once.rest_bytes(rows, [option]) for option in options] == [0.0] * len(options)

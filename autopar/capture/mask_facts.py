@@ -310,9 +310,11 @@ def _of_masks(
         return replace(known, dim=order.index(known.dim))
     if name in (*CAST, *SAME):
         return known
-    dims = kwargs.get("dim", more[0] if more else ())
-    summed = {dim % own.dim() for dim in ((dims,) if isinstance(dims, int) else dims)}
-    if name not in REDUCED or known.dim in summed or result.dim() != own.dim() - len(summed):
+    if name not in REDUCED:
+        return None
+    dims = kwargs.get("dim", more[0] if more else None)
+    summed = {dim % own.dim() for dim in ((dims,) if isinstance(dims, int) else dims or ())}
+    if known.dim in summed or result.dim() != own.dim() - len(summed):
         return None
     left = replace(known, dim=known.dim - sum(dim < known.dim for dim in summed))
     return (

@@ -236,3 +236,21 @@ def test_layers_behind_others_are_looked_at_too(what):
         capture(Second(REFUSED[what]).double(), (inputs(),))
     captured = capture(Second(any_).double(), (inputs(),))
     assert sum(node.target is ops.experts for node in captured.gm.graph.nodes) == 2
+
+
+class Smoothed(nn.Module):
+    """Labels that are spread by hand: masks that are stacked, with numbers among the arguments of what is done to
+    them."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(HIDDEN, 4)
+
+    def forward(self, x, labels):
+        wanted = nn.functional.one_hot(labels, 4).to(x.dtype) * 0.9 + 0.1 / 4
+        return (self.head(x).softmax(-1) - wanted).square().sum(dim=None)
+
+
+def test_stacked_masks_may_be_multiplied_by_a_number():
+    """Evaluation was refused: the number was taken for the dims of a sum."""
+    assert not capture(Smoothed(), (torch.randn(8, HIDDEN), torch.arange(8) % 4)).evaluation.why

@@ -6,7 +6,15 @@ from tests.unit.rules.samples import Samples, T, case, f, i
 from tests.unit.rules.samples_maths import IMAGE, SIGNAL, SOLID, aten, named_ops
 
 VISION: Samples = {
-    **named_ops("max_pool1d.default", [case(SIGNAL, [2]), case(f(2, 3, 13), [3], [2], [1], [1], True)]),
+    **named_ops(
+        "max_pool1d.default",
+        [
+            case(SIGNAL, [2]),
+            case(f(2, 3, 13), [3], [2], [1], [1], True),
+            # the last window reaches behind an image that is not padded
+            case(f(2, 3, 15), [2], [2], [0], [1], True),
+        ],
+    ),
     **named_ops("max_pool1d_with_indices.default", [case(SIGNAL, [2])]),
     **named_ops(
         "avg_pool1d.default", [case(SIGNAL, [2]), case(SIGNAL, [3], [2], [1], False, False), case(i(9, 5, 4, 8), [2])]

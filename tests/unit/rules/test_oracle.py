@@ -20,10 +20,11 @@ from autopar.rules import halo as windows
 from autopar.rules.halo import borders
 from autopar.rules.language import Call, Tensor
 from autopar.rules.local import local_args
-from autopar.rules.oracle import RunOnAllRanks, call_of, failures, shapes_of, shards_of
+from autopar.rules.oracle import call_of, failures, shapes_of, shards_of
 from autopar.rules.rule import Rule
 from autopar.runtime.mesh import Mesh
 from passes import ops
+from tests.helpers.halos import halo
 from tests.unit.rules import samples_pointwise as pointwise
 from tests.unit.rules import samples_views as views
 from tests.unit.rules.samples import Case, case, f, fill, i, reseed
@@ -119,20 +120,6 @@ def ring(shards: Sequence[Any]) -> list[torch.Tensor]:
         outs.append(aten.scaled_dot_product_attention.default(query, key, value, *mask, **named))
         start += query.shape[-2]
     return outs
-
-
-def halo(target: Any, shape: Sequence[int]) -> RunOnAllRanks:
-    """Each rank gives its outputs of the whole image, by its own weights."""
-
-    def run(shards: Sequence[Any]) -> list[torch.Tensor]:
-        (dim,) = [d for d, (whole, part) in enumerate(zip(shape, shards[0][0][0].shape, strict=True)) if whole != part]
-        image = torch.cat([args[0] for args, _ in shards], dim)
-        return [
-            target(image, *args[1:], **kwargs).chunk(len(shards), dim)[rank]
-            for rank, (args, kwargs) in enumerate(shards)
-        ]
-
-    return run
 
 
 def own_heads(shards: Sequence[Any]) -> list[torch.Tensor]:
@@ -275,7 +262,7 @@ CUT = {  # the spatial dims of each sample that 2 ranks may cut
     "conv2d.padding": ["01", "01"],
     "conv3d.default": ["012"],
     "conv3d.padding": ["012"],
-    "max_pool1d.default": ["0", "0"],
+    "max_pool1d.default": ["0", "0", "0"],
     "max_pool2d.default": ["01", "01", "01"],
     "max_pool3d.default": ["012"],
     "avg_pool1d.default": ["0", "", ""],

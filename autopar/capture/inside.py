@@ -92,8 +92,8 @@ DERIVED = (
 )
 ARRAYS = "give tensors in place of arrays (torch.from_numpy)"
 OBJECTS = "make it in forward, or in the model, of what tensors say (create_block_mask for a BlockMask)"
-WRAPPED = "functorch tensor"
-"""Text in torch's errors on the operand of a derivative by torch.func."""
+WRAPPED = ("functorch tensor", "Expected FakeTensor, got <class 'torch.Tensor'>")
+"""Texts in torch's errors on the operand of a derivative by torch.func; the second is torch 2.11's."""
 
 
 def why_untraced(error: BaseException, taken: list[str], inputs: Mapping[str, Any]) -> str:
@@ -110,7 +110,7 @@ def why_untraced(error: BaseException, taken: list[str], inputs: Mapping[str, An
             f"of its inputs {', '.join(f'{name} is a {kind}' for name, kind in kinds.items())}, and a graph takes "
             f"tensors and numbers; {ARRAYS if set(kinds.values()) == {'ndarray'} else OBJECTS}"
         )
-    if WRAPPED in str(error):
+    if any(text in str(error) for text in WRAPPED):
         return DERIVED
     if not taken or UNTRACED not in str(error):
         return ""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
+from autopar.capture.inside import DERIVED, why_untraced
 from autopar.errors import CaptureError
 
 
@@ -47,3 +48,13 @@ def test_derivatives_of_a_whole_batch_are_refused_and_those_of_samples_are_not()
         ):
             capture(kind(), (torch.randn(8, 4),))
     assert capture(MapsDerivatives(), (torch.randn(8, 4),)).hints == {"b": 8}
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["cannot make a constant of a functorch tensor", "Expected FakeTensor, got <class 'torch.Tensor'>"],
+    ids=["2.13", "2.11"],
+)
+def test_what_versions_of_torch_say_of_derivatives_is_told_as_such(said: str) -> None:
+    assert why_untraced(AssertionError(said), [], {}) == DERIVED
+    assert why_untraced(AssertionError("Expected FakeTensor, got <class 'int'>"), [], {}) == ""

@@ -40,9 +40,9 @@ PRECISIONS = (
 
 MEASURED = (
     (r"(?i)\bxla\b", "xla"),
-    (r"(?i)nvidia-smi", "device"),
+    (r"(?i)-smi\b|^device\b", "device"),
     (r"(?i)reserved|peak_memory_usage", "reserved"),
-    (r"(?i)max_memory_allocated|max allocated|\(active\)", "allocated"),
+    (r"(?i)alloc|\bactive\b", "allocated"),
 )
 """How the column says what was counted, and which kind that is."""
 
@@ -56,6 +56,9 @@ Hopper), through the allocator."""
 WORKSPACES = 3
 """Of torch's cuBLAS and cuBLASLt, and of Transformer Engine."""
 
+
+ADAM_BYTES = 28.0
+"""Read and written by Adam for each element in 32 bits: four numbers and three."""
 
 OFFLOADED = r"(?i)offload(?!\w* ?[=:] ?(?:false|off|no|none|0)\b)|infinity"
 NOT_OFFLOADED = r"(?i)\b(?:no|without|w/o)[ _-](?:\w+[ _-])?offload\w*"
@@ -358,7 +361,8 @@ def _software(line: Line, known: Facts, precision: str, matmul: str, sequence_pa
     )
     software = in_fewer_bits(known.software, matmul, line["notes"], sequence_parallel)
     if precision == "float32":  # nothing is sent in fewer bits
-        software = replace(software, gathered_bytes=4, gradient_bytes=4)
+        whole = max(software.optimizer_bytes, ADAM_BYTES)
+        software = replace(software, gathered_bytes=4, gradient_bytes=4, optimizer_bytes=whole)
     return replace(
         replace(software, **graphs(line["source_id"], run, line["notes"])),
         matmul=matmul,

@@ -128,6 +128,22 @@ FSDP = Facts(
     Software(fused=False, overlap_gradients=True, shard_bytes=SHARD_BYTES, stops_early=True, habits=PYTORCH),
     why="FSDP in eager mode, gathers and scatters on their own stream",
 )
+PURE: dict[str, Any] = {"masters": False, "gradient_bytes": 2, "optimizer_bytes": 14.0}
+"""Parameters, gradients and moments all in 16 bits: the optimizer reads four of an element and writes three."""
+
+TUNE = replace(
+    FSDP,
+    software=replace(FSDP.software, **PURE),
+    why=f"{FSDP.why}; dtype: bf16 of its recipes is that of parameters, gradients and optimizer state "
+    "(docs/source/tutorials/memory_optimizations.rst, Model Precision)",
+)
+HUGGING_FACE = replace(
+    FSDP,
+    norm_in_parts=True,
+    software=replace(FSDP.software, stops_early=False),
+    why="eager, RMS norms of several operators (LlamaRMSNorm, transformers/models/llama/modeling_llama.py), "
+    "checkpoints with reentrance (gradient_checkpointing_enable, use_reentrant, transformers/modeling_utils.py)",
+)
 TITAN = replace(
     FSDP,
     norm_in_parts=True,
@@ -205,7 +221,7 @@ SOURCES = (
     ("nemo-automodel", FSDP),
     ("nemo", NEMO),
     ("torchtitan", TITAN),
-    ("torchtune", FSDP),
+    ("torchtune", TUNE),
 )
 """Beginning of a source's name -> what its software does."""
 
@@ -259,6 +275,10 @@ NOTED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mode PURE", {"gradient_bytes": 2}),
     # DotProductAttention of Transformer Engine, which is cuDNN's
     (r"\bTE\b(?!.*(SDPA|FlexAttn))", {"attention": MEGATRON.software.attention}),
+    (
+        r"(?i)\bpure (?:bf|bfloat|fp|float|half|16)|\b(?:bf|fp)?16-true\b|\bno (?:float32|fp32|32-bit) master",
+        PURE,
+    ),
     ("(?i)fake balanced gate", {"in_a_row": True}),  # NeMo AutoModel's (autopar.routing.parts_of_run)
 )
 """What notes say of software, and what that is."""
@@ -281,16 +301,32 @@ OF_OTHERS = (
 """How notes or a model's name say that a row is of other software than its source's, and which: Alpa's tables have runs
 of Megatron-LM beside its own (alpa-projects/alpa, benchmark/megatron), those of NVIDIA's recipes some of JAX."""
 
+BY_HUGGING_FACE = (
+    r"(?i)\b(?:transformers|hugging ?face|HF)\b(?! (?:config|checkpoint|hub|model|card|token))|"
+    r"\b(?:PEFT|TRL)\b|axolotl|llama-?factory|xtuner"
+)
+EAGER = r"(?i)\beager\b|\blit-?gpt\b|\blightning\b|(?<!megatron-)\bdeepspeed\b|\bpytorch (?:DDP|FSDP)\b"
+"""How the name of a source that is not listed, or a row's notes, say that its software is torch's own operators."""
+
+
+def _unlisted(told: str, zero: int) -> Facts:
+    """The facts about software of which a row says `told`."""
+    if re.search(r"(?i)megatron|\bnemo\b", told):
+        return FSDP if zero == 3 or "torch.compile" in told else MEGATRON
+    if re.search(BY_HUGGING_FACE, told):
+        return HUGGING_FACE
+    return FSDP if zero == 3 or "torch.compile" in told or re.search(EAGER, told) else MEGATRON
+
 
 def facts(source: str, notes: str, zero: int, sequence_parallel: bool, table: str = "") -> Facts:
     """The facts about one row: those of its source, corrected by what its notes say and what is known of its `table`,
-    whose name has that of the model behind it. Software of a source that is not listed is torch's own where it cuts
-    weights at rest or is compiled, else Megatron-Core."""
+    whose name has that of the model behind it. Software of a source that is not listed is torch's own where it is
+    called so, cuts weights at rest or is compiled, else Megatron-Core."""
     listed = (
         *(facts for pattern, facts in OF_OTHERS if re.search(pattern, notes)),
         *(facts for start, facts in SOURCES if source.startswith(start)),
     )
-    found = next(iter(listed), FSDP if zero == 3 or "torch.compile" in notes else MEGATRON)
+    found = next(iter(listed), None) or _unlisted(f"{source} {notes}", zero)
     software = found.software
     for start, pattern, known in BY_TABLE:
         if source.startswith(start) and re.search(pattern, table):

@@ -37,6 +37,8 @@ class Software:
     casts_shards         operands of such a matmul are cast before they are gathered
     matmul_share         rate of such matmuls as a share of the device's best in that dtype
     optimizer_bytes      bytes that the optimizer reads and writes per step for each element that a rank owns
+    masters              trained parameters rest and are updated in 32 bits, with state of 32; else all of that has the
+                         dtype that is computed in
     hidden_tensor        share of the time of tensor-parallel collectives that is overlapped with the matmuls before or
                          after them
     hidden_tokens        share of the time of all-to-alls to experts and back that is overlapped with another microbatch
@@ -72,6 +74,7 @@ class Software:
     casts_shards: bool = False
     matmul_share: float = 1.0
     optimizer_bytes: float = 30.0
+    masters: bool = True
     captured: bool = False
     captured_mlp: bool = False
     hidden_tensor: float = 0.0

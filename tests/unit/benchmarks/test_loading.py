@@ -187,7 +187,10 @@ def test_networks_are_read(text: str, gpus: int, rate: float | None) -> None:
     [
         ("torch max_memory_allocated", "allocated"),
         ("torch peak (active)", "allocated"),
+        ("peak allocated per device", "allocated"),
+        ("peak_memory_alloc (torchtune log)", "allocated"),
         ("nvidia-smi, first/last node (max)", "device"),
+        ("device memory used, rocm-smi", "device"),
         ("torch max reserved (max over GPUs, as logged by torchtitan)", "reserved"),
         ("XLA allocator peak", "xla"),
         ('"peak_memory_usage" in NeMo log; memory_allocated 34466545664 B', "reserved"),

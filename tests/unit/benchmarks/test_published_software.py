@@ -67,6 +67,56 @@ def test_eager_software_that_cuts_tensors_is_not_taken_for_megatron_core() -> No
 
 
 @pytest.mark.parametrize(
+    "source, notes, fused, in_parts, early",
+    [
+        ("somebody", "Hugging Face Trainer, LoRA by PEFT", False, True, False),
+        ("axolotl", "", False, True, False),
+        ("litgpt", "", False, False, True),
+        ("somebody", "eager, PyTorch DDP", False, False, True),
+        ("somebody", "transformers, torch.compile", True, False, False),
+        ("somebody", "Megatron-DeepSpeed, checkpoints of Hugging Face", True, False, False),
+        ("nemo-25.02", "Hugging Face checkpoint, eager", True, False, False),
+        ("somebody", "sizes of the HF config", True, False, False),
+        ("somebody", "DeepSpeed, Nemotron-4", False, False, True),
+        ("somebody", "", True, False, False),
+    ],
+)
+def test_software_that_is_called_by_its_name(source: str, notes: str, fused: bool, in_parts: bool, early: bool) -> None:
+    """Without sharded weights it was taken for Megatron-Core, with its fused kernels, attention of cuDNN and gradients
+    in buffers of 32 bits."""
+    found = facts(source, notes, 0, False)
+    assert (found.software.fused, found.norm_in_parts, found.software.stops_early) == (fused, in_parts, early)
+    assert found.software.habits.standing == (fused and "torch.compile" not in notes)
+
+
+@pytest.mark.parametrize(
+    "source, notes, dtype, masters, gradient_bytes, optimizer_bytes",
+    [
+        ("torchtune", "", "bf16", False, 2, 14.0),
+        ("torchtune", "", "fp32", False, 4, 28.0),
+        ("somebody", "pure bf16", "bf16", False, 2, 14.0),
+        ("litgpt", "precision bf16-true", "bf16", False, 2, 14.0),
+        ("somebody", "FSDP2, no fp32 masters", "bf16", False, 2, 14.0),
+        ("llm-foundry", "mode PURE (DEFAULT: bf16 compute; PURE: everything bf16)", "bf16", True, 2, 88.0),
+        ("megatron-bridge", "precision-aware optimizer with (bf16) Adam moments", "bf16", True, 2, 30.0),
+        ("somebody", "", "bf16", True, 4, 30.0),
+        ("somebody", "", "fp32", True, 4, 30.0),
+    ],
+)
+def test_training_all_in_16_bits(
+    tmp_path: Path, source: str, notes: str, dtype: str, masters: bool, gradient_bytes: int, optimizer_bytes: float
+) -> None:
+    """Parameters, gradients and moments of 8 bytes for an element: it was taken for mixed precision, of 16 and more."""
+    line = RUN | {"source_id": source, "notes": notes, "dtype": dtype}
+    software = published.load(write(tmp_path / "published_runs.csv", [line])).rows[0].setup.software
+    assert (software.masters, software.gradient_bytes, software.optimizer_bytes) == (
+        masters,
+        gradient_bytes,
+        optimizer_bytes,
+    )
+
+
+@pytest.mark.parametrize(
     "table, mode, model, early, attention, gradient_bytes",
     [
         ("A100 40GB with 1600 Gbps", "PURE", "MPT-7b", False, 0.57, 2),

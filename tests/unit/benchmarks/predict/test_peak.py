@@ -114,6 +114,17 @@ def test_standing_gradients_are_as_many_bytes_as_stated() -> None:
     assert four == 2 * two == pytest.approx(4 * elements, rel=0.01)
 
 
+def test_without_masters_all_that_rests_has_the_dtype_that_is_computed_in() -> None:
+    mixed, pure = (
+        peak(graph(SIZES), Setup(1, 1, 128, software=Software(masters=on)), CLUSTER).places[0].rest
+        for on in (True, False)
+    )
+    weights = pure["weights"]
+    assert pure["gradients"] == weights and pure["optimizer"] == pytest.approx(2 * weights) and "master" not in pure
+    assert mixed["weights"] == weights and mixed["master"] == 2 * weights
+    assert mixed["optimizer"] == pytest.approx(4 * weights)
+
+
 def test_a_fused_chain_keeps_what_it_reads() -> None:
     """silu(gate) * up: the backward needs gate, up and silu(gate), of which the last is computed again."""
     apart, fused = (kept(held(replace(OTHERS, fused=on))) for on in (False, True))

@@ -202,13 +202,15 @@ def tuple_text(items: Sequence[str]) -> str:
 
 
 def literal(item: Any) -> str:
-    """A plain value as source: an argument of an operator or of the model. Raises TypeError for symbolic sizes and
-    tensors."""
+    """A plain value as source: an argument of an operator or of the model. A member of an enum and a float of numpy are
+    the number, or the text, that they are. Raises TypeError for symbolic sizes and tensors."""
     if isinstance(item, (torch.dtype, torch.memory_format, torch.layout)):
         return str(item)
-    # as an expression `-0j` is another number
-    if isinstance(item, complex) or (isinstance(item, float) and not math.isfinite(item)):
-        return f'{type(item).__name__}("{item}")'
+    if isinstance(item, complex):  # as an expression `-0j` is another number
+        return f'complex("{item}")'
+    if isinstance(item, float) and not math.isfinite(item):
+        return f'float("{item}")'
     if isinstance(item, (torch.SymInt, sympy.Expr, torch.Tensor)):
         raise TypeError(f"argument {item!r} has no source form")
-    return repr(item)
+    kind = next((kind for kind in (bool, int, float, str) if isinstance(item, kind)), type(item))
+    return str(kind.__repr__(item))

@@ -3,8 +3,10 @@ gradients."""
 
 from __future__ import annotations
 
+from enum import IntEnum, StrEnum
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -163,3 +165,26 @@ def test_an_infix_operator_with_more_arguments_is_written_as_a_call() -> None:
 def test_the_text_of_a_literal_is_read_as_what_it_was(item: Any) -> None:
     read = eval(literal(item), {"torch": torch})
     assert (type(read), repr(read)) == (type(item), repr(item))
+
+
+class _Side(IntEnum):
+    LEFT = 3
+
+
+class _Mode(StrEnum):
+    MEAN = "mean"
+
+
+@pytest.mark.parametrize(
+    ("item", "wanted"),
+    [
+        (np.float64(0.5), 0.5),
+        (np.float64("inf"), float("inf")),
+        (np.complex128(1 + 2j), 1 + 2j),
+        (_Side.LEFT, 3),
+        (_Mode.MEAN, "mean"),
+    ],
+)
+def test_what_is_a_number_or_a_text_of_another_type_is_written_as_that(item: Any, wanted: Any) -> None:
+    read = eval(literal(item), {})
+    assert (type(read), read) == (type(wanted), wanted)

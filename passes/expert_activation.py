@@ -57,7 +57,7 @@ def written(result: Any, *sources: Any) -> str | None:
         return None
     (kind,) = found.kinds
     names = ", ".join(NAMES[kind])
-    text = f"lambda {names}: {_bare(body)}"
+    text = f"lambda {names}: {body if result in found.named else _bare(body)}"  # an assignment needs its brackets
     return text if kind == "x" else f"{kind}({text})"
 
 

@@ -16,14 +16,14 @@ GROUPED_MATMULS = ("transformers.grouped_mm_fallback.default", "aten._grouped_mm
 
 def grouped(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
-    does: grouped matmuls become `ops.grouped_matmul`; a histogram of integers over 0 ... n-1 `ops.count_each`.
+    does: matmuls of rows sorted by group become `ops.grouped_matmul`, those of a group each per matrix `bmm`; a
+           histogram of integers over 0 ... n-1 becomes `ops.count_each`.
     gives: expert layers without operators that exist for one device only."""
     for node in edit.calls(gm):
         with edit.before(node):
             if str(node.target) in GROUPED_MATMULS:
-                rows, weights, ends, *rest = [*node.args, *node.kwargs.values()]
-                if not any(item is not None for item in rest):
-                    edit.replace(node, edit.call(node, ops.grouped_matmul, rows, weights, ends))
+                if (product := _product(node)) is not None:
+                    edit.replace(node, product)
             elif node.target is aten.histc.default and (numbers := _integers(node)) is not None:
                 counts = edit.call(node, ops.count_each, numbers, node.args[1])
                 edit.replace(node, edit.cast(counts, facts.dtype(node), like=node))
@@ -35,6 +35,18 @@ def grouped(gm: fx.GraphModule) -> fx.GraphModule:
                 counts = edit.call(node, ops.count_each, node.args[0], facts.shape(node)[0])
                 edit.replace(node, edit.cast(counts, facts.dtype(node), like=node))
     return edit.finish(gm)
+
+
+def _product(node: fx.Node) -> fx.Node | None:
+    """A grouped matmul `[n, k], [g, k, m] -> [n, m]` as the plain function, and one without ends, `[g, n, k], [g, k, m]
+    -> [g, n, m]`, as a batched product; None (it stays) for groups of columns or of what is summed, and with a bias or
+    another dtype."""
+    rows, weights, ends, *rest = edit.args_of(node).values()
+    if any(item is not None for item in rest) or facts.rank(weights) != 3:
+        return None
+    if ends is None:
+        return edit.call(node, aten.bmm.default, rows, weights)
+    return edit.call(node, ops.grouped_matmul, rows, weights, ends) if facts.rank(rows) == 2 else None
 
 
 def _integers(node: fx.Node) -> fx.Node | None:

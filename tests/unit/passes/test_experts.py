@@ -113,6 +113,44 @@ def test_anything_else_stays(twist, biased):
     assert sum(node.target is ops.grouped_matmul for node in gm.graph.nodes) == 2
 
 
+def test_what_the_second_layer_reads_may_be_read_by_others_too(monkeypatch):
+    """As a loss that keeps it sparse does."""
+    pytest.importorskip("transformers.integrations.moe")
+    kept = []
+    monkeypatch.setitem(GATES, "all columns", (lambda x: kept.append(F.relu(x)) or kept[-1], ""))
+
+    class Sparse(Experts):
+        def forward(self, x):
+            return super().forward(x) + kept.pop().mean()
+
+    torch.manual_seed(0)
+    model, inputs = Sparse("all columns"), {"x": torch.randn(4, 8, D, dtype=torch.float64)}
+    gm = run(export_graph(model, (), inputs, {"x": {0: B, 1: S}}), NORMALIZE)
+    assert any(node.target is ops.experts for node in gm.graph.nodes)
+    assert_same(gm, model, inputs, 1e-10)
+
+
+@pytest.mark.parametrize("ends", [None, "rows", "columns"])
+def test_grouped_matmuls_of_other_forms(ends):
+    """Without ends each matrix has rows of its own; with ends of columns, or of what is summed, the call stays."""
+
+    class Grouped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(2, 16, 16, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            at = None if ends is None else torch.arange(1, 3, dtype=torch.int32) * 16
+            one, other = (x, self.w[0]) if ends == "columns" else (x[0], self.w[0]) if ends == "rows" else (x, self.w)
+            return F.grouped_mm(one, torch.cat([other, other], -1) if ends == "columns" else other, offs=at)
+
+    model, inputs = Grouped(), {"x": torch.randn(2, 16, 16, dtype=torch.bfloat16)}
+    gm = run(export_graph(model, (), inputs), NORMALIZE)
+    assert [name for name in targets(gm) if "mm" in name] == [
+        "aten.bmm.default" if ends is None else "aten._grouped_mm.default"
+    ]
+
+
 def marks(scores, chosen, numbers):
     """Which experts each token chose, summed up."""
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True).sum(dim=(0, 1))

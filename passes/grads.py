@@ -1,5 +1,5 @@
 """Which values have gradients in training: those that depend on a trained parameter through differentiable
-floating-point values. Used by passes and by codegen."""
+floating-point values. Used by passes, problem and codegen."""
 
 from __future__ import annotations
 
@@ -10,10 +10,21 @@ from passes import edit, facts
 
 aten = torch.ops.aten
 
-STOPS = (aten.detach.default, aten.argmax.default, aten.argmin.default, aten.sign.default, aten.zeros_like.default,
-         aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.new_zeros.default,
-         aten.new_ones.default, aten.new_full.default)  # fmt: skip
-"""Operators whose result has no gradient."""
+NO_GRADIENT = (
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.histc.default,
+    aten.new_empty.default,
+    aten.new_full.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+    aten.ones_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.zeros_like.default,
+)
+"""Operators that autograd does not record, though their operand may need a gradient."""
 
 
 def needs_grad(gm: fx.GraphModule) -> dict[fx.Node, bool]:
@@ -29,9 +40,9 @@ def needs_grad(gm: fx.GraphModule) -> dict[fx.Node, bool]:
             default = node.meta.get("role") == "param"
             found[node] = bool(node.meta.get("requires_grad", default)) and facts.is_float(node)
         elif node.op in ("call_function", "call_module"):
-            carries = (node.target not in STOPS and any(found[operand] for operand in node.all_input_nodes)) or _trains(
-                gm, node
-            )
+            carries = (
+                node.target not in NO_GRADIENT and any(found[operand] for operand in node.all_input_nodes)
+            ) or _trains(gm, node)
             found[node] = carries and "val" in node.meta and facts.is_float(node)
         else:
             found[node] = False

@@ -15,12 +15,12 @@ from autopar.codegen.expressions import EXPRESSIONS, qualified, tuple_text
 from autopar.cost.comm import collective_s, steps_s
 from autopar.layout import Step, dim_of, fraction, is_shard, ways_of
 from autopar.plan import Plan
-from autopar.problem.gradients import NO_GRADIENT
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.op_algorithms import sites
 from autopar.rules.site import InnerCollective, Site
 from autopar.rules.tiles import tiled
 from autopar.text import megabytes, seconds
+from passes.grads import NO_GRADIENT
 
 _VERBS = {  # kind of a step -> its name in comments
     "all_gather": "all-gather",

@@ -8,28 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import torch
 from torch import fx
 
 from passes import edit, facts
-
-aten = torch.ops.aten
-
-NO_GRADIENT = (
-    aten.detach.default,
-    aten.empty_like.default,
-    aten.full_like.default,
-    aten.histc.default,
-    aten.new_empty.default,
-    aten.new_full.default,
-    aten.new_ones.default,
-    aten.new_zeros.default,
-    aten.ones_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.zeros_like.default,
-)
-"""Operators that autograd does not record, though their operand may need a gradient."""
+from passes.grads import NO_GRADIENT
 
 
 def reaching(gm: fx.GraphModule) -> dict[fx.Node, None]:

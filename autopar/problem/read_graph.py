@@ -11,11 +11,12 @@ import sympy
 import torch
 from torch import fx
 
-from autopar.problem.gradients import NO_GRADIENT, carried_on, reaching
+from autopar.problem.gradients import carried_on, reaching
 from autopar.problem.graph import Op, Program, Ref, Run, op_name
 from autopar.problem.traffic import LOSSES, annotate
 from autopar.rules.language import Call, Tensor
 from passes import edit, facts
+from passes.grads import NO_GRADIENT
 from passes.saved import Saved, saved_positions
 
 

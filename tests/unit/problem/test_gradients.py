@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture import capture
-from autopar.problem.gradients import NO_GRADIENT
 from autopar.problem.graph import Program
 from autopar.problem.read_graph import read
-from passes import ANNOTATE, NORMALIZE, run
+from passes import ANNOTATE, NORMALIZE, edit, run
+from passes.grads import NO_GRADIENT, needs_grad
 from tests.helpers.export import B, export_graph
 from tests.unit.rules.samples import fill, reseed
 from tests.unit.rules.table import SAMPLES
@@ -69,6 +69,26 @@ def test_autograd_records_every_other_operator_that_has_a_rule() -> None:
     """One that it does not record and that is not listed would be priced, and counted, with a backward."""
     reseed()
     assert [str(target) for target in SAMPLES if not _recorded(target) and target not in NO_GRADIENT] == []
+
+
+@pytest.mark.parametrize("made", [torch.randn_like, torch.rand_like, torch.sign, torch.round], ids=lambda f: f.__name__)
+def test_passes_know_what_autograd_records(made: Any) -> None:
+    """By which they count what a product with it keeps, and the FLOPs of its backward."""
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(made(self.up(x)))
+
+    gm = run(run(export_graph(Product(), (torch.zeros(6, 4),)), NORMALIZE), ANNOTATE)
+    *_, drawn, product = edit.calls(gm)
+    recorded = made(torch.rand(3, requires_grad=True)).requires_grad
+    assert needs_grad(gm)[drawn] is recorded
+    assert product.meta["saved"].positions == ((0, 1) if recorded else (0,))
+    assert product.meta["backward_flops"] == (1 + recorded) * product.meta["flops"]
 
 
 def _recorded(target: Any) -> bool:

@@ -41,7 +41,8 @@ def annotate_flops(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def forward_flops(node: fx.Node) -> Size:
-    """FLOPs of one forward of the node; an op without a formula counts 1 per element of its result, a view 0."""
+    """FLOPs of one forward of the node; a pointwise op without a formula counts 1 per element of its result, any other
+    one 0."""
     formula = FLOPS.get(node.target)
     if formula is not None:
         return formula(node)

@@ -55,7 +55,7 @@ def gathered_axes(value: Layout, grad: Layout) -> tuple[int, ...]:
 
 def one_cadence(options: Sequence[Option]) -> bool:
     """Whether the options of a parameter, one per axis, agree on when its gradient is scattered."""
-    return len({option.run for option in options if option.outs[0].value == "R" and is_shard(option.outs[0].grad)}) < 2
+    return len({option.run for option in options if is_gathered(option)}) < 2
 
 
 def is_gathered(option: Option) -> bool:

@@ -212,5 +212,5 @@ def literal(item: Any) -> str:
         return f'float("{item}")'
     if isinstance(item, (torch.SymInt, sympy.Expr, torch.Tensor)):
         raise TypeError(f"argument {item!r} has no source form")
-    kind = next((kind for kind in (bool, int, float, str) if isinstance(item, kind)), type(item))
+    kind: Any = next((kind for kind in (bool, int, float, str) if isinstance(item, kind)), type(item))
     return str(kind.__repr__(item))

@@ -3,7 +3,7 @@ per step, travel together in flat buffers, large enough to fill a link.
 
 One rule, shared by what runs (runtime.gradient_buckets, runtime.leaves, runtime.coalesced), its simulation
 (simulate.sync), its price (problem.routes, pipeline.clock, pipeline.pass_clock, pipeline.stops) and its memory
-(memory.buckets, memory.place).
+(memory.buckets, memory.sums).
 """
 
 from __future__ import annotations

@@ -271,16 +271,22 @@ class Pricing:
         if proven_s >= cutoff_s:
             used_bytes = chosen.model.problem.price(chosen.solution.choice).memory_bytes
             raise Beaten(proven_s, full=used_bytes >= FULL * self.context.mean_bytes(shape.places))
-        ways = itertools.product(sorted(tables, key=lambda t: t.length), self.context.grounds(shape))
+        tried = [chosen]
+        # the Problem lets all passes overlap what only the last backward does: the other extreme may choose better
+        if any(net.group >= 0 for net in models.once.problem.nets):
+            tried.append(
+                self.context.solve(models, least, level, exact=exact, each=each, spare_bytes=spare_bytes, beside=False)
+            )
+        ways = itertools.product(sorted(tables, key=lambda t: t.length), self.context.grounds(shape), tried)
 
-        def laid(way: tuple[Timetable, Ground]) -> Found:
+        def laid(way: tuple[Timetable, Ground, Chosen]) -> Found:
             if exact:
-                return self.laid_exactly(shape, *way, chosen)
-            made = self._estimated(shape, way, chosen, shifts=True)
-            self.laid.setdefault(shape, []).append(Glance(made.step_s, *way, chosen))
+                return self.laid_exactly(shape, *way)
+            made = self._estimated(shape, way[:2], way[2], shifts=True)
+            self.laid.setdefault(shape, []).append(Glance(made.step_s, *way))
             return made
 
-        return fastest(ways, laid, lambda way: even_s(*way, chosen))
+        return fastest(ways, laid, lambda way: even_s(*way))
 
     def laid_exactly(self, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen) -> Found:
         """`chosen` laid out as it runs, with as many blocks run again as memory requires, or with all of them where no

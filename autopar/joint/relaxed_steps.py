@@ -64,7 +64,10 @@ def timed(
         for index, table_ in enumerate(passing.nodes)
     ]
     between = passing.between or frozenset()
-    net_s = [weights.once * each for each in _once_s(passing, once)]
+    net_s = [
+        weights.once * shown + weights.beside * beside
+        for shown, beside in zip(_once_s(passing, once), _once_s(passing, once, beside=True), strict=True)
+    ]
     return Relaxed(
         passing,
         _times(passing, weights.forward, weights.backward),
@@ -124,11 +127,11 @@ def _times(passing: PassTables, forward: float, backward: float) -> dict[Key, fl
     }
 
 
-def _once_s(passing: PassTables, once: Model) -> list[np.ndarray]:
-    """For each net of `passing`, seconds once per step [rows, columns]: of weights with one reader; 0 for all others,
-    and for further nets, which only count bytes."""
+def _once_s(passing: PassTables, once: Model, *, beside: bool = False) -> list[np.ndarray]:
+    """For each net of `passing`, seconds once per step [rows, columns] that no backward overlaps, or with `beside`
+    those that one does: of weights with one reader; 0 for all others, and for further nets, which only count bytes."""
     found = [
-        _finite(net.cost_s) * (link.weight and not passing.shared[link.ref])
+        (net.hideable_s if beside else _finite(net.shown_s)) * (link.weight and not passing.shared[link.ref])
         for link, net in zip(once.links, once.problem.nets, strict=True)
     ]
     return [*found, *(np.zeros(net.cost_s.shape) for net in passing.model.problem.nets[len(found) :])]

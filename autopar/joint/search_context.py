@@ -258,16 +258,19 @@ class SearchContext:
         start: tuple[int, ...] | None = None,
         each: bool = False,
         spare_bytes: float = 0.0,
+        beside: bool = True,
     ) -> Chosen:
         """Choose the layouts of a place under `table`, with all blocks run again at `level`: exactly, or at a glance,
         which ends once it is proven that nothing is as fast as `cutoff_s`, and begins also at the solution `start`,
         which may do what is forbidden in `models`. With `each`, gradients may also be scattered after every
-        microbatch. `spare_bytes` per device stay free. Raises InfeasibleError where nothing fits."""
+        microbatch. `spare_bytes` per device stay free. Without `beside` nothing overlaps sums of gradients once per
+        step; then the bound is none. Raises InfeasibleError where nothing fits."""
         share, trust = Share(table.length, 1 / table.places, table.kept, 1 / table.places), 1.0
         if isinstance(models, Mixed):
             trust = TRUST * models.weights.even(table.length, table.microbatches)
         limit_bytes = self.mean_bytes(table.places) - spare_bytes
-        model = combined(models.at(level), models.once, share, limit_bytes)
+        once = models.once if beside else replace(models.once, problem=models.once.problem.shown())
+        model = combined(models.at(level), once, share, limit_bytes)
         model = model if each else model.without(models.scattering_each)
         solution = (
             ilp.search(model.problem, time_limit_s=SHAPE_SOLVE_S, seed=self.request.seed, gap=SOLVED)
@@ -276,9 +279,8 @@ class SearchContext:
                 model.problem, time_limit_s=SHAPE_SOLVE_S, cutoff_s=cutoff_s / trust, twice=True, start=start
             )
         )
-        return Chosen(
-            models, model, solution, level, table.places > 1, self.request.remat != "auto", trust * solution.bound_s
-        )
+        bound_s, asked = trust * solution.bound_s * beside, self.request.remat != "auto"
+        return Chosen(models, model, solution, level, table.places > 1, asked, bound_s)
 
     def held_bytes(self, shape: Shape, level: str) -> float:
         """Bytes per device if everything that is held were cut evenly over all devices, and each place kept one

@@ -157,11 +157,30 @@ class Timed:
         if not self.tables:
             raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
         self.models: Models = pricing.models(shape)
+        self.in_sums = False  # whether the last backward counts as the sums of gradients beside it
         self.between = between_pieces(self.models.micro) if shape.places > 1 else None
         self.passing = self._passing(self.models.micro)
 
     def roomy_s(self, cutoff_s: float, effort: Effort, *, hosted: bool = False) -> float:
         """A lower bound over all timetables that ignores the memory limit; `hosted` as in Alone.bound_s."""
+        return self._either_s(lambda: self._roomy_s(cutoff_s, effort, hosted=hosted), cutoff_s)
+
+    def bound_s(self, cutoff_s: float, effort: Effort = CLOSEST, *, hosted: bool = False) -> float:
+        """A lower bound of the seconds of all plans; `hosted` as in Alone.bound_s."""
+        return self._either_s(lambda: self._closest_s(cutoff_s, effort, hosted=hosted), cutoff_s)
+
+    def _either_s(self, least_s: Callable[[], float], cutoff_s: float) -> float:
+        """The higher one of two bounds. On one place sums of gradients run beside the last backward, which takes at
+        least as long as others, and as the collectives of these sums on any axis."""
+        self.in_sums = False
+        found = least_s()
+        if self.shape.places == 1 and found < cutoff_s:
+            self.in_sums = True
+            found = max(found, least_s())
+        return found
+
+    def _roomy_s(self, cutoff_s: float, effort: Effort, *, hosted: bool) -> float:
+        """As `roomy_s`, of one of the two bounds of `_either_s`."""
         whole_s = self.whole_s(cutoff_s, effort, hosted=hosted)
         return (
             whole_s
@@ -169,8 +188,8 @@ class Timed:
             else max(whole_s, cut_s([self.mean(hosted=hosted)], cutoff_s, effort, [], self._cases))
         )
 
-    def bound_s(self, cutoff_s: float, effort: Effort = CLOSEST, *, hosted: bool = False) -> float:
-        """A lower bound of the seconds of all plans; `hosted` as in Alone.bound_s."""
+    def _closest_s(self, cutoff_s: float, effort: Effort, *, hosted: bool) -> float:
+        """As `bound_s`, of one of the two bounds of `_either_s`."""
         mean_s, ways, met = self._open(cutoff_s, effort, hosted=hosted)
         mean_s = max(mean_s, self.whole_s(cutoff_s, effort, hosted=hosted) if mean_s < cutoff_s else 0.0)
         if mean_s >= cutoff_s:
@@ -273,7 +292,11 @@ class Timed:
         """The weights of a bound for any timetable."""
         if self.shape.naive:
             return chain(self.shape.places, self.context.request.cluster.device.alone)
-        return mean(self.shape.places, self.shape.microbatches)
+        found = mean(self.shape.places, self.shape.microbatches)
+        if not self.in_sums:
+            return found
+        axes = sum(size > 1 for size in self.shape.mesh)
+        return replace(found, backward=found.backward - 1.0, beside=1.0 / max(1, axes))
 
     @cached_property
     def _cases(self) -> Sequence[Key]:

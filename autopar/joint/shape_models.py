@@ -62,7 +62,7 @@ def _priced(context: SearchContext, here: Planner, frame: Frame, at: Places, pla
     bucket = context.whole.program.bucket_bytes
     prices = (
         MicroPrices(mesh, device, settings, kernels, shape.microbatches, bucket_bytes=bucket),
-        StepPrices(mesh, device, settings, kernels, bucket_bytes=bucket),
+        StepPrices(mesh, device, settings, kernels, bucket_bytes=bucket, beside=shape.places == 1),
     )
     micro, once = (frame.priced(each, context.limit_bytes, str(shape)) for each in prices)
     return Models(micro, once, ForwardPrices(mesh, device, settings, ahead))
@@ -71,5 +71,12 @@ def _priced(context: SearchContext, here: Planner, frame: Frame, at: Places, pla
 def _hosted(context: SearchContext, models: Models) -> Models:
     """`models` with offloading, which only changes what happens once per step."""
     once = models.once.prices
-    prices = StepPrices(once.mesh, once.device, context.request.settings, once.kernels, bucket_bytes=once.bucket_bytes)
+    prices = StepPrices(
+        once.mesh,
+        once.device,
+        context.request.settings,
+        once.kernels,
+        bucket_bytes=once.bucket_bytes,
+        beside=once.beside,
+    )
     return replace(models, once=rested(models.once, prices))

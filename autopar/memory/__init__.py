@@ -20,6 +20,7 @@ What takes memory:
     moves             what changes of layout use while they run
     ahead             weights that are gathered before they are used
     buckets           whole gradients while they are scattered
+    sums              what sums of gradients take beside these
     weights_part      gradients of weights where a backward has an action of its own for them
     local             one call of an operator on one rank, and formulas of bytes in its sizes
     operators         temporary memory of a call under its runtime algorithms; gradients that are passed on uncopied

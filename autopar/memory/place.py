@@ -6,9 +6,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from autopar.buckets import gradient_buckets
-from autopar.cost.memory import itemsize, rests_in
 from autopar.memory.at_rest import (
     ALWAYS,
     by_kind,
@@ -19,16 +18,14 @@ from autopar.memory.at_rest import (
     roots_bytes,
     workspace,
 )
-from autopar.memory.buckets import copied
 from autopar.memory.shares import Shares
 from autopar.memory.stage import Profile
+from autopar.memory.sums import Sums
 from autopar.memory.types import Entry, Place
 from autopar.optimizers import OPTIMIZERS
 from autopar.pipeline.orders import Action, changed
 from autopar.pipeline.stage_views import View
 from autopar.pipeline.transit import Kind, Transit
-from autopar.problem.at_rest import EACH
-from autopar.problem.graph import Op
 
 WEIGHTS, SUMS, UPDATE = "backward for weights", "sums of gradients", "update"
 """Phases of a step beside "forward" and "backward": the action for weights of a split backward, the sums of gradients
@@ -48,6 +45,7 @@ class Moment:
     transit     what is being sent or received
     gradients   whether the gradients of all parameters exist
     walked      the profile of the pass that runs; None outside of forward and backward
+    summing     bytes of sums of gradients beside it
     """
 
     nbytes: float
@@ -59,6 +57,7 @@ class Moment:
     transit: Transit
     gradients: bool
     walked: Profile | None = None
+    summing: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +146,13 @@ class Holding:
                 else profile.walked(action.kind).peak(forward=action.kind == "F")
             )
             there = held if back else 0.0
+            most = base + beside + nbytes + there * several + self._summing_bytes(index)
             after = self._waiting_after_bytes(flying, index)
-            begin, end = base + before + (there if several else 0.0), base + after + there
+            begin, end = base + before + there * several, base + after + there
             found.append(
                 Level(
                     begin,
-                    max(begin, end, base + beside + nbytes + (there if several else 0.0)),
+                    max(begin, end, most),
                     end,
                     profile.walked(action.kind).share(time, forward=action.kind == "F"),
                 )
@@ -161,7 +161,7 @@ class Holding:
         if training:
             late = sum(e.nbytes for e in _rested(still, gradients))
             found += [
-                Level(base + held, base + held + self.sums_bytes(), late),
+                Level(base + held, base + held + self.sums.after_bytes, late),
                 Level(late, late + self.update_bytes(), late),
             ]
         return found
@@ -227,10 +227,10 @@ class Holding:
         counted in full from the first backward on."""
         stages = sorted(self.profiles)
         several, back, seen = self.shares.plan.microbatches > 1, False, dict[tuple[object, ...], None]()
-        for action, waiting, halfway, transit in self._actions_with_waiting():
-            forward = action.kind == "F"
+        for index, (action, waiting, halfway, transit) in enumerate(self._actions_with_waiting()):
+            forward, summing = action.kind == "F", self._summing_bytes(index)
             back = back or not forward
-            key = (action.stage, action.kind, back, *waiting.values(), *halfway.values(), *transit.items())
+            key = (action.stage, action.kind, back, summing, *waiting.values(), *halfway.values(), *transit.items())
             if key in seen:
                 continue
             seen[key] = None
@@ -244,7 +244,11 @@ class Holding:
                 own_bytes, time = walked.peak(forward=forward)
             adding_up = several and back
             yield Moment(
-                base + self._others_bytes(waiting, halfway, transit) + own_bytes + (held if adding_up else 0.0),
+                base
+                + self._others_bytes(waiting, halfway, transit)
+                + own_bytes
+                + (held if adding_up else 0.0)
+                + summing,
                 phase,
                 action.stage,
                 time,
@@ -253,6 +257,7 @@ class Holding:
                 transit,
                 adding_up,
                 walked,
+                summing,
             )
 
     def _moments_after_backward(self, still: Sequence[Entry], gradients: Sequence[Entry]) -> Iterator[Moment]:
@@ -260,48 +265,20 @@ class Holding:
         nothing = (0,) * len(self.profiles)
         summed = sum(e.nbytes for e in (*still, *gradients))
         rested = sum(e.nbytes for e in _rested(still, gradients))
-        for nbytes, phase in ((summed + self.sums_bytes(), SUMS), (rested + self.update_bytes(), UPDATE)):
+        for nbytes, phase in ((summed + self.sums.after_bytes, SUMS), (rested + self.update_bytes(), UPDATE)):
             yield Moment(nbytes, phase, -1, -1, nothing, nothing, {}, gradients=True)
 
-    def sums_bytes(self) -> float:
-        """The most bytes that sums of gradients use in addition to what rests: a flat copy of one bucket. For scattered
-        gradients (ZeRO-1 and ZeRO-2) also the whole ones of the bucket, unless they are accumulated over microbatches
-        and rest; on the CPU also the copy in which gloo's reduce-scatter sums."""
-        plan, ops = self.shares.plan, self.shares.program.ops
-        if self.shares.habits.standing:
-            return 0.0  # in their buffers
-        # in program order: which gradients share a bucket depends on it
-        synced = [op for op in ops.values() if op.role == "param" and op.name in self.synced]
-        scattered = [op for op in synced if self.shares.lies((op.name, 0)).gathered]
-        whole = [op for op in scattered if plan.microbatches == 1 or EACH in plan.nodes[op.name].runs]
-        more = self._bucket_bytes(whole) + (self._bucket_bytes(scattered) if self.shares.on_cpu else 0.0)
-        return self._bucket_bytes(synced, copies=True) + more
+    def _summing_bytes(self, index: int) -> float:
+        """Bytes of sums of gradients beside action number `index`: the last one, of several microbatches on one place
+        (runtime.gradsync.GradSync.summing)."""
+        plan = self.shares.plan
+        beside = plan.mode == "train" and plan.places == 1 < plan.microbatches and index + 1 == len(self.actions)
+        return self.sums.beside_bytes if beside else 0.0
 
-    def _bucket_bytes(self, ops: Sequence[Op], *, copies: bool = False) -> float:
-        """Bytes of the gradients of `ops` in their largest bucket, in the dtype of parameters at rest; `copies`: of
-        those that are copied for it. The gradient that fills a bucket is in it as a whole; gradients that are summed
-        over other axes have buckets of their own."""
-        lies = {op.name: self.shares.lies((op.name, 0)) for op in ops}
-        nbytes = {
-            op.name: float(
-                self.shares.elements(op.call.outs[0].sizes, lies[op.name].value)
-                * itemsize(rests_in(str(op.out_dtypes[0]), self.shares.plan.precision))
-            )
-            for op in ops
-        }
-        counted = {name: size if not copies or copied(lies[name], size) else 0.0 for name, size in nbytes.items()}
-        buckets = gradient_buckets(
-            self._in_turn(ops[::-1]), alike=lambda op: lies[op.name].gathered, nbytes=lambda op: nbytes[op.name]
-        )
-        return max((sum(counted[op.name] for op in members) for members in buckets), default=0.0)
-
-    def _in_turn(self, ops: Sequence[Op]) -> Iterator[Op]:
-        """The parameters among `ops` that this place holds, in order; those of a run of blocks block by block, once for
-        each block of the place."""
-        counts = instances(self.shares, self.views)
-        for _, block in itertools.groupby((op for op in ops if counts[op.name]), key=lambda op: op.scope):
-            members = list(block)
-            yield from members * max(counts[op.name] for op in members)
+    @cached_property
+    def sums(self) -> Sums:
+        """The sums of gradients."""
+        return Sums(self.shares, instances(self.shares, self.views), self.synced)
 
     def update_bytes(self) -> float:
         """Bytes that the optimizer's step uses in addition to what rests. torch's Adam and AdamW update DTensor
@@ -327,10 +304,8 @@ class Holding:
 
     def _when(self, peak: Moment) -> str:
         """What happens at the peak, for users."""
-        if peak.walked is None:
-            return f"{peak.phase} in stage {peak.stage}" if peak.stage >= 0 else peak.phase
-        label = peak.walked.book.labels[peak.time]
-        return f"{label} in stage {peak.stage}" if self.staged else label
+        label = peak.phase if peak.walked is None else peak.walked.book.labels[peak.time]
+        return f"{label} in stage {peak.stage}" if peak.stage >= 0 and (self.staged or not peak.walked) else label
 
     def _entries(self, peak: Moment, still: Sequence[Entry], gradients: Sequence[Entry]) -> tuple[Entry, ...]:
         """What is alive at the peak, largest first; `still` and `gradients` are the entries at rest
@@ -348,22 +323,21 @@ class Holding:
                     n,
                 )
             )
-        found += [
-            Entry("pipeline buffers", f"stage {stage}, {kind} in transit", "", n * self._transit_bytes(kind, stage), n)
-            for (kind, stage), n in peak.transit.items()
-        ]
+        for (kind, stage), n in peak.transit.items():
+            nbytes = n * self._transit_bytes(kind, stage)
+            found.append(Entry("pipeline buffers", f"stage {stage}, {kind} in transit", "", nbytes, n))
         if peak.walked is not None:
-            found += peak.walked.entries(peak.time)
+            found += [
+                *peak.walked.entries(peak.time),
+                Entry("gradient sums", SUMS, "", peak.summing, 1, ALWAYS, ALWAYS),
+            ]
         elif peak.phase == WEIGHTS:
             nbytes = self.profiles[peak.stage].weights_bytes
             found.append(Entry("temporaries", "gradients of weights", "", nbytes))
         else:
-            nbytes = self.sums_bytes() if peak.phase == SUMS else self.update_bytes()
-            found += [
-                Entry(
-                    "gradient sums" if peak.phase == SUMS else "temporaries", peak.phase, "", nbytes, 1, ALWAYS, ALWAYS
-                )
-            ]
+            nbytes = self.sums.after_bytes if peak.phase == SUMS else self.update_bytes()
+            what = "gradient sums" if peak.phase == SUMS else "temporaries"
+            found.append(Entry(what, peak.phase, "", nbytes, 1, ALWAYS, ALWAYS))
         return tuple(sorted(_merged(found), key=lambda e: -e.nbytes))
 
 

@@ -26,21 +26,21 @@ from autopar.problem.hiding import Loads
 
 @dataclass(frozen=True, eq=False)
 class Aggregate:
-    """The work of all pieces, by name, of `program`. `apart`: they are in different stages of a pipeline.
-    `sums_at_end`: sums of gradients that happen once per step wait for its end, as with several microbatches. `line`
-    has the collectives in program order."""
+    """The work of all pieces, by name, of `program`. `apart`: they are in different stages of a pipeline. `at_once`: a
+    backward follows its forward, of the only microbatch, and begins with the gathers of its first block. `line` has the
+    collectives in program order."""
 
     program: Program
     did: Mapping[str, Did]
     line: Timeline
     apart: bool
-    sums_at_end: bool
+    at_once: bool
 
     def seconds(self, contention: float) -> dict[str, list[float]]:
         """By piece, the seconds of each pass, where background collectives take `contention` of the compute units."""
         scopes = self._scopes()
         exposed = {scope: [exposed_share(total, contention) for total in totals] for scope, totals in scopes.items()}
-        if not self.sums_at_end:
+        if self.at_once:
             self._overlap_first_gathers(scopes, exposed, contention)
         if self.apart and "" in scopes:
             exposed[""][FORWARD] = self._exposed_after_blocks(scopes, exposed[""][FORWARD], contention)
@@ -50,7 +50,7 @@ class Aggregate:
                 self._without_blocks(found, contention)
             return found
         for way in (FORWARD, BACKWARD):
-            follows_forward = way == BACKWARD and not self.sums_at_end
+            follows_forward = way == BACKWARD and self.at_once
             more_s = self.line.more_s(
                 scopes,
                 {scope: each[way] for scope, each in exposed.items()},

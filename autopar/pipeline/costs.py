@@ -43,21 +43,29 @@ def costs(
 
     Operators that every stage may repeat (units.free_ops) count with their first reader. `apart`: pieces that read the
     same weight are in different stages, each of which has a copy, gathers it, adds and sums its gradient and steps the
-    optimizer.
+    optimizer, and sums wait for the end of the step; otherwise the backward of the last microbatch overlaps them.
     """
     did = Passes(program, micro, choice, forward, apart=apart, sums_at_end=True)
     held = {name: _Held() for name in did.did}
     for index in range(len(micro.problem.nodes)):
         _hold_node(held, did, once, index)
     _hold_nets(held, did, micro, choice)
-    seconds = did.seconds(micro.prices.contention, shared=micro.prices.overlap == 0.0)
+    seconds = _seconds(did)
+    summed_s = {} if apart else _summed_s(did, forward)
     count = {run.scope: run.count for run in program.runs.values()}
     overlaps = apart and micro.prices.overlap > 0.0
     contention = micro.prices.contention if micro.prices.overlap > 0.0 else 1.0
     lines = {name: _line(did, name) for name in did.did if overlaps}
     return [
         replace(
-            _per_instance(held[unit.name], seconds[unit.name], did.did[unit.name], count.get(unit.name, 1), contention),
+            _per_instance(
+                held[unit.name],
+                seconds[unit.name],
+                did.did[unit.name],
+                count.get(unit.name, 1),
+                contention,
+                summed_s.get(unit.name),
+            ),
             block=overlaps and unit.name in count,
             contention=contention,
             adds=(*held[unit.name].adds.items(),) if apart else (),
@@ -120,6 +128,22 @@ def _work_s(did: Did, count: int) -> tuple[float, float]:
     return forward_s / count, backward_s / count
 
 
+def _seconds(did: Passes) -> dict[str, list[float]]:
+    """By piece, the seconds of each pass of one of several microbatches."""
+    prices = did.model.prices
+    return did.seconds(prices.contention, shared=prices.overlap == 0.0, at_once=False)
+
+
+def _summed_s(did: Passes, forward: ForwardPrices) -> dict[str, float]:
+    """By piece, the seconds by which the backward of the last microbatch takes longer than others: the sums of
+    gradients run beside it (runtime.gradsync.GradSync.summing)."""
+    plain, last = (
+        _seconds(Passes(did.program, did.model, did.choice, forward, apart=False, sums_at_end=at_end))
+        for at_end in (True, False)
+    )
+    return {name: max(0.0, last[name][BACKWARD] - plain[name][BACKWARD]) for name in plain}
+
+
 def _each_s(did: Did, seconds: Sequence[float]) -> tuple[float, float, float]:
     """Exposed seconds of the sums after a microbatch of a piece: in the backward, in its part for weights, and in both
     parts at once."""
@@ -135,10 +159,12 @@ def _overlapped(part: Pass, took_s: float) -> float:
     return max(0.0, 1.0 - (took_s - part.work_s) / part.background_s) if part.background_s else 0.0
 
 
-def _per_instance(held: _Held, seconds: Sequence[float], did: Did, count: int, contention: float) -> Cost:
+def _per_instance(
+    held: _Held, seconds: Sequence[float], did: Did, count: int, contention: float, summed_s: float | None
+) -> Cost:
     """The Cost of one of the `count` instances of a piece, without the fields that `costs` adds. `seconds`: of each
-    pass over all instances."""
-    once_s = held.update_s + did.once_s(contention)
+    pass over all instances; `summed_s`: of the sums that a backward overlaps (None: they wait for its end)."""
+    once_s = held.update_s + (did.once_s(contention) if summed_s is None else did.leaves_s(contention) + summed_s)
     return Cost(
         (seconds[FORWARD] + seconds[BACKWARD]) / count,
         once_s / count,
@@ -151,7 +177,7 @@ def _per_instance(held: _Held, seconds: Sequence[float], did: Did, count: int, c
         seconds[WEIGHTS] / count,
         seconds[BOTH] / count,
         update_s=held.update_s / count,
-        sums=merged(did.sums),
+        sums=merged(did.sums) if summed_s is None else (),
         each=merged(did.each),
         each_s=_each_s(did, seconds),
     )

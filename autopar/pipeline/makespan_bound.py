@@ -46,13 +46,15 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """The weights f, b, i, o of the bound, and `fixed_s`."""
+    """The weights f, b, i, o of the bound, and `fixed_s`; `beside`: that of collectives once per step which the last
+    backward of a place overlaps."""
 
     forward: float
     backward: float
     inputs: float
     once: float
     fixed_s: float = 0.0
+    beside: float = 0.0
 
     def step_s(self, example: Example) -> float:
         """The least seconds of a step whose stages together take `example`."""

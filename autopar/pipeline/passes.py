@@ -97,10 +97,11 @@ class Passes(OpPasses):
         stages."""
         return self.apart and link.weight and not link.cluster.scope
 
-    def seconds(self, contention: float, *, shared: bool) -> dict[str, list[float]]:
+    def seconds(self, contention: float, *, shared: bool, at_once: bool) -> dict[str, list[float]]:
         """By piece, the seconds of each pass, exposed communication included. Background collectives take `contention`
-        of the compute units. `shared`: they and compute share cores, so that nothing overlaps."""
-        total = Aggregate(self.program, self.did, self.line, self.apart, self.sums_at_end)
+        of the compute units. `shared`: they and compute share cores, so that nothing overlaps. `at_once`: as Aggregate
+        has it."""
+        total = Aggregate(self.program, self.did, self.line, self.apart, at_once)
         return total.all_exposed_s() if shared else total.seconds(contention)
 
     def _add_net(self, link: Link, net: Net, column: int, name: str) -> None:
@@ -315,6 +316,7 @@ class Passes(OpPasses):
         gathered = self._leaf_loads(link, made)
         if self.sums_at_end:
             did.once.add(gathered, link.count)
+            did.leaves.add(gathered, link.count)
             return
         local, moving = split(gathered)
         kinds = self.prices.routes.kinds(made.back, made.value)

@@ -27,7 +27,7 @@ def step_cost(model: Model, choice: tuple[int, ...], forward: ForwardPrices) -> 
     if model.prices.overlap == 0.0 and not model.prices.settings.training:
         return found  # nothing hides, and nothing is summed
     did = Passes(model.links[0].program, model, choice, forward, apart=False, sums_at_end=False)
-    took = did.seconds(model.prices.contention, shared=model.prices.overlap == 0.0)
+    took = did.seconds(model.prices.contention, shared=model.prices.overlap == 0.0, at_once=True)
     passed_s = sum(seconds[FORWARD] + seconds[BACKWARD] for seconds in took.values())
     updates_s = sum(model.update_s(index, c) for index, c in enumerate(choice))
     time_s = passed_s + updates_s - _side_by_side_s(model.problem, choice)

@@ -82,19 +82,29 @@ class Pass:
 class Did:
     """The work of a piece in each of `passes`, and its collectives `once` per step.
 
-    `sums` and `each` are its sums of gradients one by one: once per step, and after each microbatch. They are also part
-    of `once` and of the passes.
+    `leaves` are those of `once` that gather leaves. `sums` and `each` are its sums of gradients one by one: once per
+    step, and after each microbatch. They are also part of `once` and of the passes.
     """
 
     passes: tuple[Pass, ...] = field(default_factory=lambda: tuple(Pass() for _ in PASSES))
     once: Loads = field(default_factory=Loads)
+    leaves: Loads = field(default_factory=Loads)
     sums: list[Sums] = field(default_factory=list)
     each: list[Sums] = field(default_factory=list)
 
     def once_s(self, contention: float) -> float:
-        """Seconds of the collectives once per step. Copies around one bucket overlap the collectives of others, which
-        take the share `contention` of the compute units."""
-        return self.once.all_s - (1.0 - contention) * min(self.once.local_s, self.once.moving_s)
+        """Seconds of the collectives once per step."""
+        return _in_buckets_s(self.once, contention)
+
+    def leaves_s(self, contention: float) -> float:
+        """Seconds of those that gather leaves."""
+        return _in_buckets_s(self.leaves, contention)
+
+
+def _in_buckets_s(loads: Loads, contention: float) -> float:
+    """Seconds of collectives of buckets with nothing beside them. Copies around one bucket overlap the collectives of
+    others, which take the share `contention` of the compute units."""
+    return loads.all_s - (1.0 - contention) * min(loads.local_s, loads.moving_s)
 
 
 def exposed_share(total: Pass, contention: float) -> float:

@@ -63,9 +63,9 @@ class Prices:
     (Program.bucket_bytes): the size of buckets of gradients and of leaves (0: each weight alone).
     """
 
-    late = False
-    """Whether these are prices of the end of a step, when no compute is left to overlap collectives, and nothing is
-    kept for a backward."""
+    late, beside = False, False
+    """Whether these are prices of what happens once per step, with nothing kept for a backward; and whether compute
+    overlaps that."""
 
     def __init__(
         self,

@@ -78,12 +78,26 @@ class ForwardPrices(Prices):
 
 
 class StepPrices(Prices):
-    """What a step costs once, however many microbatches it has."""
+    """What a step costs once, however many microbatches it has. `beside`: the backward of the last microbatch overlaps
+    the sums of gradients, as on one place; otherwise they have no compute to hide under."""
 
     late = True
 
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: Device,
+        settings: Settings,
+        kernels: Kernels | None = None,
+        *,
+        bucket_bytes: float = 0.0,
+        beside: bool = False,
+    ) -> None:
+        super().__init__(mesh, device, settings, kernels, bucket_bytes=bucket_bytes)
+        self.beside = beside
+
     def work_s(self, op: Op, options: tuple[Option, ...]) -> tuple[float, float]:
-        """0: operators run in every microbatch, and sums at the end of a step have no compute to hide under."""
+        """0: operators run in every microbatch."""
         return 0.0, 0.0
 
     def table_s(
@@ -97,18 +111,41 @@ class StepPrices(Prices):
         grad_bytes: float | None = None,
     ) -> np.ndarray:
         """Seconds of the leaves at the begin of the step and of the sums of gradients at its end, with their local
-        copies as they slow down the collectives that they overlap (pipeline.work.Did.once_s)."""
+        copies as they slow down the collectives that they overlap (pipeline.work.Did.once_s). Of sums beside a backward
+        only the collectives: copies are part of its work."""
         if not weight:
             return np.zeros((len(rows), len(columns)))
         here, sums_bytes = self.routes.between(rows, columns), grad_bytes or size_bytes
-        leaves_s = self._overlapped_s(here.leaf, size_bytes, self.bucket_bytes)
-        summed_s = self._overlapped_s(here.summed, sums_bytes, self.grad_bucket_bytes(size_bytes, sums_bytes))
-        return leaves_s + np.where(here.each, 0.0, summed_s)
+        summed_s = self._overlapped_s(
+            here.summed, sums_bytes, self.grad_bucket_bytes(size_bytes, sums_bytes), 0.0 if self.beside else None
+        )
+        return self._leaves_s(here, size_bytes) + np.where(here.each, 0.0, summed_s)
 
-    def _overlapped_s(self, table: RouteTable, size_bytes: float, bucket_bytes: float) -> np.ndarray:
-        """[...]: seconds of each route where its copies overlap other collectives."""
+    def shown(
+        self,
+        rows: Sequence[LayoutPair],
+        columns: Sequence[LayoutPair],
+        weight: MovedWeight,
+        seconds: np.ndarray,
+        times: np.ndarray,
+    ) -> np.ndarray:
+        """The share of the seconds that no compute overlaps: that of the leaves."""
+        leaves_s = self._leaves_s(self.routes.between(rows, columns), weight.nbytes)
+        able = np.isfinite(seconds) & (seconds > 0.0)
+        return np.minimum(1.0, np.divide(leaves_s, seconds, out=np.zeros_like(seconds), where=able))
+
+    def _leaves_s(self, here: Between, size_bytes: float) -> np.ndarray:
+        """Seconds of the leaves."""
+        return self._overlapped_s(here.leaf, size_bytes, self.bucket_bytes)
+
+    def _overlapped_s(
+        self, table: RouteTable, size_bytes: float, bucket_bytes: float, shown: float | None = None
+    ) -> np.ndarray:
+        """[...]: seconds of each route of whose copies the share `shown` counts (None: as they overlap other
+        collectives)."""
         copies_s = self.routes.waited_s(table, size_bytes, bucket_bytes)
-        return self.routes.seconds(table, size_bytes, bucket_bytes) - max(0.0, 1.0 - self.contention) * copies_s
+        share = min(1.0, self.contention) if shown is None else shown
+        return self.routes.seconds(table, size_bytes, bucket_bytes) - (1.0 - share) * copies_s
 
     def _held(self, op: Op, lies: Resting) -> ParameterBytes:
         """With the whole gradient, which adds up over the microbatches unless it is scattered after each."""
@@ -177,6 +214,8 @@ def combined(micro: Model, once: Model, share: Share, memory_limit_bytes: float)
             b.uses,
             share.once * b.cost_s,
             np.zeros_like(b.memory_bytes),
+            b.group,
+            b.shown,
         )
         for b in once.problem.nets
         if b.cost_s.any()

@@ -18,27 +18,29 @@ rests whole, or reduce-scattered where it rests cut (ZeRO-1 and 2), in flat buck
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import proxy
 
 import torch
 from torch import Tensor
 
-from autopar._torch import at_end_of_backward, gradient_hooks, local_of, wrap_like
+from autopar._torch import at_end_of_backward, gradient_hooks
 from autopar.buckets import BUCKET_BYTES
 from autopar.deferred_waits import BUCKETS, Queue
 from autopar.errors import RunError
 from autopar.layout import Layout
 from autopar.runtime.coalesced import Together
+from autopar.runtime.deposits import deposit
 from autopar.runtime.first_order import only_first_order
 from autopar.runtime.gradient_buckets import Bucket, buckets_of, sync_steps, turns_of
 from autopar.runtime.gradient_scatters import Scatter
 from autopar.runtime.leaves import Reader, owners
 from autopar.runtime.lifetimes import weakly
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.moves import Chain, settled
-from autopar.runtime.params import Held, grad_at_rest
+from autopar.runtime.moves import Chain
+from autopar.runtime.params import Held
 from autopar.runtime.prefetch import Orders
 from autopar.runtime.turns import AS_IS, Gathered
 
@@ -47,7 +49,8 @@ class GradSync:
     """Reduces the gradients of the parameters `held` over ranks and adds them to `param.grad`, in any
     `loss.backward()`; `blocks` are the blocks that read them.
 
-        deferred     gradients of several backwards accumulate in the leaves until `flush` (pipelines)
+        deferred     gradients of several backwards accumulate in the leaves, until `summing` or `flush` (microbatches,
+                     pipelines)
         scattering   gradients of gathered weights leave autograd (`sink`)
         wider        dtype of leaves -> the dtype in which their gradients are summed, where that is another one
         scatters     reduce-scatters of single parameters in the background; `sums`: the same of buckets
@@ -226,6 +229,16 @@ class GradSync:
         before = self.scattered.get(held.name)
         self.scattered[held.name] = grad if before is None else before + grad
 
+    @contextmanager
+    def summing(self) -> Iterator[None]:
+        """A context for the last of several backwards, in which all that they accumulated is reduced; `flush` has the
+        rest."""
+        deferred, self.deferred = self.deferred, False
+        try:
+            yield
+        finally:
+            self.deferred = deferred
+
     def _queue(self) -> None:
         if not self.reached and not self.pending:
             at_end_of_backward(self._finish)
@@ -240,7 +253,7 @@ class GradSync:
         self._finish(more=each)
         if not each:
             for held, grad in self.waiting.values():
-                _deposit(held, [grad])
+                deposit(held, [grad])
             self.waiting = {}
 
     def _arrived(self, leaf: Tensor) -> None:
@@ -343,20 +356,21 @@ class GradSync:
         for held in sorted((self.reached | self.pending).values(), key=lambda held: self.order[held.name]):
             own = held.leaf.grad if held.name in self.reached else None  # deferred gradients wait in the leaf
             grads = [g for g in (own, self.scattered.get(held.name)) if g is not None]
-            if held.info.host and (self.deferred if more is None else more):
-                self._wait(held, grads)
-            else:
-                _deposit(held, grads)
+            if held.info.host:
+                grads = self._add_up(held, grads, more=self.deferred if more is None else more)
+            if grads:
+                deposit(held, grads)
             if own is not None:
                 held.leaf.grad = None
         self._clear()
 
-    def _wait(self, held: Held, grads: Sequence[Tensor]) -> None:
-        """Accumulate gradients of a parameter on the host, on the device: they are copied to the host once per step,
-        not after every microbatch."""
+    def _add_up(self, held: Held, grads: Sequence[Tensor], *, more: bool) -> list[Tensor]:
+        """Accumulate gradients of a parameter on the host, on the device, and give their sum unless `more` follow: they
+        are copied to the host once per step."""
         for grad in grads:
             before = self.waiting.get(held.name)
             self.waiting[held.name] = (held, grad if before is None else before[1].add_(grad))
+        return [] if more or held.name not in self.waiting else [self.waiting.pop(held.name)[1]]
 
     def _complete(self, bucket: Bucket) -> None:
         assert bucket.sums is not None, "only started buckets are completed"
@@ -368,27 +382,3 @@ def _grad(held: Held) -> Tensor:
     grad = held.leaf.grad
     assert grad is not None, f"{held.name} was reached but has no gradient"
     return grad
-
-
-def _deposit(held: Held, grads: Sequence[Tensor]) -> None:
-    """Add `grads` to `param.grad`, with the strides of the parameter: fused optimizers read both as flat arrays and
-    ignore strides. Hooks of the parameter are called as autograd calls them: gradient hooks before, which may change
-    the gradient, and post-accumulate hooks after."""
-    param, local = held.tensor, held.local
-    changing, noting = gradient_hooks(param)
-    if changing and grads:
-        total = wrap_like(sum(grads[1:], grads[0]).to(local.device), param)
-        for hook in changing:
-            changed = hook(total)
-            total = total if changed is None else changed
-        grads = [local_of(total)]
-    for grad in (settled(grad).to(local.device) for grad in grads):
-        before = grad_at_rest(param)
-        if before is None:
-            param.grad = wrap_like(
-                grad if grad.stride() == local.stride() else torch.empty_like(local).copy_(grad), param
-            )
-        else:
-            local_of(before).add_(grad)
-    for note in noting if grads else ():
-        note(param)

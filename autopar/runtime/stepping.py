@@ -152,8 +152,12 @@ class Engine:
         for stage, sync in zip(self.stages, syncs, strict=True):
             sync.scattering = not (self.splitting and stage.SEPARABLE)
         if self.schedule is None:
-            for number in range(self.count):
+            for number in range(self.count - 1):
                 self._alone(number)
+            with ExitStack() as stack:
+                for sync in syncs:
+                    stack.enter_context(sync.summing())
+                self._alone(self.count - 1)
         else:
             numbers = torch.arange(self.count, device="cpu")  # for the host
             self.schedule.step(microbatch=numbers, target=numbers, return_outputs=False)

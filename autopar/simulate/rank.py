@@ -268,7 +268,7 @@ class Ran:
     marks: tuple[Mark, ...]
     timeline: Timeline
 
-    @property
+    @cached_property
     def length_s(self) -> float:
         """Seconds from the first to the last."""
         return self.timeline.length_s

@@ -78,8 +78,8 @@ class Stages:
         return self.plan.mode == "train"
 
     def ran(self, stage: int, part: str) -> Ran:
-        """One microbatch in one stage, simulated without other places. `part` is "forward", "backward", or a part of a
-        split backward: "inputs" or "weights"."""
+        """One microbatch in one stage, simulated without other places. `part` is "forward", "backward", a backward that
+        the sums of gradients run beside ("last"), or a part of a split one: "inputs" or "weights"."""
         key = (self._first[stage], part)
         if key not in self._ran:
             place = self.plan.stages[stage].place
@@ -87,14 +87,15 @@ class Stages:
             if part == "forward":
                 rank.forward(self.turns[stage])
             else:
-                each = [
+                buckets = [
                     bucket
                     for bucket in self.syncs[place].gradient_buckets(self.views[stage], self.turns[stage])
-                    if bucket.each
+                    if part != "inputs" and (bucket.each or part == "last")
                 ]
-                rank.backward(self.turns[stage], each if part != "inputs" else (), part)
+                during = "backward" if part == "last" else part
+                rank.backward(self.turns[stage], buckets, during)
                 if part != "inputs":
-                    rank.local(self.adding(stage), part)
+                    rank.local(self.adding(stage), during)
             self._ran[key] = rank.run()
         return self._ran[key]
 
@@ -114,14 +115,14 @@ class Stages:
         return rank.run()
 
     def sums(self, place: int) -> Ran:
-        """What a place does once per step, one stage after the other: the gathers of leaves, and the reductions of
-        gradients after the last microbatch."""
+        """What a place does once per step, one stage after the other: the gathers of leaves, and of several places the
+        reductions of gradients after the last microbatch."""
         rank = self.rank(place)
         for view, turns, stage in zip(self.views, self.turns, self.plan.stages, strict=True):
             if stage.place == place:
                 buckets = self.syncs[place].gradient_buckets(view, turns)
                 rank.gather_all(self.syncs[place].leaf_buckets(view, turns))
-                rank.finish([bucket for bucket in buckets if not bucket.each])
+                rank.finish([bucket for bucket in buckets if not bucket.each and self.plan.places > 1])
         return rank.run()
 
     def optimizer(self, place: int) -> Piece:

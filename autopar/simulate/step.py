@@ -120,9 +120,11 @@ class _Pipeline:
     def ran(self, action: Action) -> Ran | None:
         """The simulated rank of an action; None for a "W" of a stage whose backward is not split, which has run with
         its "I"."""
-        part, view = PARTS[action.kind], self.stages.views[action.stage]
+        part, view, plan = PARTS[action.kind], self.stages.views[action.stage], self.stages.plan
         if part in ("inputs", "weights") and not view.separable:
             return self.stages.ran(action.stage, "backward") if part == "inputs" else None
+        if part == "backward" and plan.places == 1 and action.microbatch + 1 == plan.microbatches:
+            part = "last"  # sums of gradients run beside it
         return self.stages.ran(action.stage, part)
 
     def places(self) -> list[Place]:
@@ -136,11 +138,12 @@ class _Pipeline:
         }
         alone = min(self.stages.cluster.device.alone, plan.places) if plan.places > 1 else 1.0
         host_s = [self._host_s(place) for place in where]
-        seconds = {
-            (kind, stage): host_s[stage] + (ran.length_s if (ran := self.ran(Action(kind, stage, 0))) else 0.0)
-            for kind, stage in dict.fromkeys((a.kind, a.stage) for line in self.lines for a in line)
-        }
-        self.tasks, self.actions = schedule.tasks(self.lines, where, lambda a: seconds[a.kind, a.stage], sends, alone)
+
+        def took_s(action: Action) -> float:
+            ran = self.ran(action)
+            return host_s[action.stage] + (0.0 if ran is None else ran.length_s)
+
+        self.tasks, self.actions = schedule.tasks(self.lines, where, took_s, sends, alone)
         ends = self._endings() if self.stages.training else [[] for _ in self.lines]
         timeline = run(self.tasks, {schedule.CORES: plan.places / alone})
         mine: list[list[int]] = [[] for _ in self.lines]

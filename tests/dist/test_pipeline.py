@@ -27,11 +27,11 @@ FAST: list[tuple[str, Sizes, str, int, int, str, int]] = [
     ("hf-llama-2kv", (2,), "zero3", 2, 2, "interleaved_1f1b", 2),
     ("hf-bert", (1,), "single", 4, 8, "1f1b", 1),
     ("gpt", (2,), "tp_sp", 2, 2, "looped_bfs", 2),
-    ("hf-bert", (1,), "single", 4, 2, "gpipe", 1),  # fewer microbatches than places
-    ("hf-bert", (1,), "single", 4, 2, "zbv_zero_bubble", 2),
     ("hf-mixtral", (1,), "single", 1, 4, "gpipe", 1),  # microbatches alone: gradient accumulation
     # gradients of gathered weights wait in their leaves, parts of a sum, while others move
     ("gpt", (2, 2), "hsdp", 1, 2, "gpipe", 1),
+    ("hf-bert", (1,), "single", 4, 2, "gpipe", 1),  # fewer microbatches than places
+    ("hf-bert", (1,), "single", 4, 2, "zbv_zero_bubble", 2),
 ]
 LOOPED = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
 MODELS = ("hf-gpt2", "hf-llama-deep", "hf-t5", "hf-vit", "hf-bert")

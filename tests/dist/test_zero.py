@@ -23,6 +23,8 @@ from autopar.problem.settings import Settings
 from autopar.recipes import roles
 from autopar.request import Request
 from autopar.runtime import Mesh, Param, ShardedModule, count, gradsync
+from autopar.runtime.gradient_buckets import Bucket
+from autopar.runtime.gradsync import GradSync
 from autopar.runtime.params import Held
 from autopar.verify.reference import trainable
 from autopar.verify.step import RankCase
@@ -212,11 +214,11 @@ def _to_the_host(source: str, rank_case: RankCase) -> tuple[list[str], list[str]
         went.append(held.name)
         real(held, grads)
 
-    real, gradsync._deposit = gradsync._deposit, deposit
+    real, gradsync.deposit = gradsync.deposit, deposit
     try:
         module.train_step(*module.shard_batch(**rank_case.batch))
     finally:
-        gradsync._deposit = real
+        gradsync.deposit = real
     return went, [name for name, p in module.named_parameters() if p.grad is not None]
 
 
@@ -226,6 +228,35 @@ def test_gradients_go_to_the_host_once_in_a_step() -> None:
     case = who.case(replace(by_stages(who, (2,), (roles.zero2,), 2, 4, "1f1b"), offload="parameters"))
     for went, there in living(4).run(_to_the_host, case.source(), case.rank_case):
         assert there and sorted(went) == sorted(there)
+
+
+def _began(source: str, rank_case: RankCase) -> tuple[int, list[float]]:
+    """One rank: how many buckets there are, and for each reduction the share of gradients that were there when it
+    began in a backward, 2 where it began behind it."""
+    module, shares = rank_case.build(source), list[float]()
+    for sync in module._syncs:
+        sync.fill(list({held.name: held for held in sync.held_of.values()}.values()), 50_000)
+
+    def start(sync: GradSync, bucket: Bucket) -> None:
+        shares.append(2.0 if sync.deferred else len(sync.reached) / len(sync.order))
+        real(sync, bucket)
+
+    real, GradSync._start = GradSync._start, start
+    try:
+        module.train_step(*module.shard_batch(**rank_case.batch))
+    finally:
+        GradSync._start = real
+    return sum(len(sync.buckets) for sync in module._syncs), shares
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero1"])
+def test_gradients_of_several_microbatches_are_summed_beside_the_last_backward(recipe: str) -> None:
+    """Each once; they were summed when it had ended."""
+    who = subject("hf-gpt2")
+    case = who.case(by_stages(who, (2,), recipe, 1, 4, "gpipe"))
+    for buckets, shares in living(2).run(_began, case.source(), case.rank_case):
+        assert len(shares) == buckets > 2 and shares == sorted(shares)
+        assert shares[0] < 0.5 and shares[-1] <= 1.0
 
 
 @pytest.mark.slow

@@ -172,8 +172,8 @@ def test_a_glance_at_what_can_be_taken_apart_begins_at_the_choices_of_all() -> N
 
 def test_gradients_are_scattered_after_each_microbatch_where_that_saves_time() -> None:
     """The search scattered all of them once per step, and cut weights for good or gathered them at each use instead,
-    which takes 2.2 times as long."""
-    request = Request(Cluster.parse("l4:4x1"), Settings("train"), memory_bytes=230 * 2**20)
+    which takes 1.26 times as long."""
+    request = Request(Cluster.parse("l4:4x1"), Settings("train"), memory_bytes=210 * 2**20)
     context, shape = SearchContext(graph(8), {"b": 8192}, request), Shape(1, (4,), 4)
     pricing = Pricing(context, SEARCH)
     once = pricing.exact(pricing.glance(shape, math.inf))
@@ -182,7 +182,7 @@ def test_gradients_are_scattered_after_each_microbatch_where_that_saves_time() -
     each = scattered(pricing, once)
     assert each is not None
     assert "each" in _cadences(each)
-    assert Prover(context).bound_s(shape) <= each.step_s < 0.5 * once.step_s
+    assert Prover(context).bound_s(shape) <= each.step_s < 0.8 * once.step_s
 
 
 def _cadences(found: Found) -> set[str]:

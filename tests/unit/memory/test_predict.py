@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autopar.buckets import gradient_buckets
 from autopar.cluster import Cluster
 from autopar.memory import Prediction, predict
-from autopar.memory import place as place_module
+from autopar.memory import sums as sums_module
 from autopar.memory.predict import fullest
 from autopar.pipeline.orders import orders
 from autopar.plan import Plan
@@ -98,11 +98,11 @@ def test_what_rests_and_what_is_kept_is_what_the_search_counts(case: tuple[str, 
 
 def test_sums_of_gradients_take_as_much_in_whatever_order_their_names_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are in a set, which each process orders in its own way; the program's order fills buckets."""
-    monkeypatch.setattr(place_module, "gradient_buckets", partial(gradient_buckets, limit_bytes=2000))
+    monkeypatch.setattr(sums_module, "gradient_buckets", partial(gradient_buckets, limit_bytes=2000))
     (rank,) = fullest(program("gpt"), made("gpt", "zero1"))
     names = sorted(rank.synced)
     orders_of_names = [names, names[::-1], *(random.Random(seed).sample(names, len(names)) for seed in range(4))]
-    assert len({replace(rank, synced=dict.fromkeys(some)).sums_bytes() for some in orders_of_names}) == 1
+    assert len({replace(rank, synced=dict.fromkeys(some)).sums.after_bytes for some in orders_of_names}) == 1
 
 
 @pytest.mark.parametrize("case", CASES)

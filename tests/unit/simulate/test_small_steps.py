@@ -15,9 +15,13 @@ from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
 from autopar.codegen.edges import edges
 from autopar.joint.choice import staged
+from autopar.joint.pricing import Pricing
+from autopar.joint.prove import Prover
 from autopar.joint.search_context import SearchContext
-from autopar.joint.spaces import Space
+from autopar.joint.shapes import Shape
+from autopar.joint.spaces import SEARCH, Space
 from autopar.joint.timetables import Kind
+from autopar.pipeline.costs import costs
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.stage_views import views
 from autopar.plan import Plan
@@ -80,6 +84,34 @@ def test_cores_of_which_collectives_take_a_part(recipe: str, contention: float) 
         graph_hash=captured.graph_hash,
     )
     assert recipe == "1f1b" or made.predicted.step_s < alone.predicted.step_s
+
+
+@pytest.mark.parametrize(("cluster", "microbatches"), [("h100:1x8", 4), ("rtx4090:1x4", 2)])
+def test_sums_of_several_microbatches_run_beside_the_last_backward(cluster: str, microbatches: int) -> None:
+    """On one place, where they waited for the end of the step."""
+    captured = _gpt2()
+    request = replace(_request(""), cluster=Cluster.parse(cluster), recipe=None)
+    context = SearchContext(captured.gm, captured.hints, request)
+    pricing, shape = Pricing(context, SEARCH), Shape(1, (request.cluster.devices,), microbatches)
+    found = pricing.price(shape, pricing.tables(shape), "none", exact=True)
+    assert simulate(captured.gm, found.plan).step_s == pytest.approx(found.step_s, rel=CLOSE)
+    chosen = found.chosen
+    beside_s, after_s = (
+        sum(
+            cost.once_s - cost.update_s
+            for cost in costs(
+                found.program,
+                chosen.models.micro,
+                chosen.models.once,
+                chosen.solution.choice,
+                chosen.models.forward,
+                apart=apart,
+            )
+        )
+        for apart in (False, True)
+    )
+    assert 0.0 < beside_s < 0.8 * after_s
+    assert Prover(context, closely=False).bound_s(shape) <= found.step_s
 
 
 def test_scatters_of_large_weights_hide_under_their_block() -> None:

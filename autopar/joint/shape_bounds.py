@@ -172,11 +172,9 @@ class Timed:
     def _either_s(self, least_s: Callable[[], float], cutoff_s: float) -> float:
         """The higher one of two bounds. On one place sums of gradients run beside the last backward, which takes at
         least as long as others, and as the collectives of these sums on any axis."""
-        self.in_sums = False
-        found = least_s()
-        if self.shape.places == 1 and found < cutoff_s:
-            self.in_sums = True
-            found = max(found, least_s())
+        found = 0.0
+        for self.in_sums in (True, False) if self.shape.places == 1 else (False,):
+            found = max(found, least_s()) if found < cutoff_s else found
         return found
 
     def _roomy_s(self, cutoff_s: float, effort: Effort, *, hosted: bool) -> float:

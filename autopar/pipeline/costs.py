@@ -46,12 +46,12 @@ def costs(
     optimizer, and sums wait for the end of the step; otherwise the backward of the last microbatch overlaps them.
     """
     did = Passes(program, micro, choice, forward, apart=apart, sums_at_end=True)
+    summed_s = {} if apart else _summed_s(did, forward)  # before gradients that add up make all backwards longer
     held = {name: _Held() for name in did.did}
     for index in range(len(micro.problem.nodes)):
         _hold_node(held, did, once, index)
     _hold_nets(held, did, micro, choice)
     seconds = _seconds(did)
-    summed_s = {} if apart else _summed_s(did, forward)
     count = {run.scope: run.count for run in program.runs.values()}
     overlaps = apart and micro.prices.overlap > 0.0
     contention = micro.prices.contention if micro.prices.overlap > 0.0 else 1.0
@@ -135,13 +135,10 @@ def _seconds(did: Passes) -> dict[str, list[float]]:
 
 
 def _summed_s(did: Passes, forward: ForwardPrices) -> dict[str, float]:
-    """By piece, the seconds by which the backward of the last microbatch takes longer than others: the sums of
-    gradients run beside it (runtime.gradsync.GradSync.summing)."""
-    plain, last = (
-        _seconds(Passes(did.program, did.model, did.choice, forward, apart=False, sums_at_end=at_end))
-        for at_end in (True, False)
-    )
-    return {name: max(0.0, last[name][BACKWARD] - plain[name][BACKWARD]) for name in plain}
+    """By piece, the seconds by which the backward of the last microbatch takes longer than others, which `did` has: the
+    sums of gradients run beside it (runtime.gradsync.GradSync.summing)."""
+    last = _seconds(Passes(did.program, did.model, did.choice, forward, apart=False, sums_at_end=False))
+    return {name: max(0.0, last[name][BACKWARD] - own_s[BACKWARD]) for name, own_s in _seconds(did).items()}
 
 
 def _each_s(did: Did, seconds: Sequence[float]) -> tuple[float, float, float]:

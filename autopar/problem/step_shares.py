@@ -78,23 +78,10 @@ class ForwardPrices(Prices):
 
 
 class StepPrices(Prices):
-    """What a step costs once, however many microbatches it has. `beside`: the backward of the last microbatch overlaps
-    the sums of gradients, as on one place; otherwise they have no compute to hide under."""
+    """What a step costs once, however many microbatches it has. Sums of gradients at its end have no compute to hide
+    under."""
 
     late = True
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        device: Device,
-        settings: Settings,
-        kernels: Kernels | None = None,
-        *,
-        bucket_bytes: float = 0.0,
-        beside: bool = False,
-    ) -> None:
-        super().__init__(mesh, device, settings, kernels, bucket_bytes=bucket_bytes)
-        self.beside = beside
 
     def work_s(self, op: Op, options: tuple[Option, ...]) -> tuple[float, float]:
         """0: operators run in every microbatch."""
@@ -166,6 +153,12 @@ class StepPrices(Prices):
     def local_bytes(self, size_bytes: float, layout: Layout) -> float:
         """0: activations belong to MicroPrices."""
         return 0.0
+
+
+class BesidePrices(StepPrices):
+    """The same on one place, where the backward of the last microbatch overlaps the sums of gradients."""
+
+    beside = True
 
 
 @dataclass(frozen=True, slots=True)

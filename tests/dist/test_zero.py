@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -214,11 +215,9 @@ def _to_the_host(source: str, rank_case: RankCase) -> tuple[list[str], list[str]
         went.append(held.name)
         real(held, grads)
 
-    real, gradsync.deposit = gradsync.deposit, deposit
-    try:
+    real = gradsync.deposit
+    with patch.object(gradsync, "deposit", deposit):
         module.train_step(*module.shard_batch(**rank_case.batch))
-    finally:
-        gradsync.deposit = real
     return went, [name for name, p in module.named_parameters() if p.grad is not None]
 
 
@@ -241,11 +240,9 @@ def _began(source: str, rank_case: RankCase) -> tuple[int, list[float]]:
         shares.append(2.0 if sync.deferred else len(sync.reached) / len(sync.order))
         real(sync, bucket)
 
-    real, GradSync._start = GradSync._start, start
-    try:
+    real = GradSync._start
+    with patch.object(GradSync, "_start", start):
         module.train_step(*module.shard_batch(**rank_case.batch))
-    finally:
-        GradSync._start = real
     return sum(len(sync.buckets) for sync in module._syncs), shares
 
 

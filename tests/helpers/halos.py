@@ -56,6 +56,7 @@ def _emitted(
     texts = tuple(f"t{place}" if f"t{place}" in held else repr(arg) for place, arg in enumerate(args))
     call = call_of(target, (image, *args[1:]), kwargs)
     node = NodePlan((f"{cut}|{cut}",), (f"{cut}|{cut}",), ("",), ("attribute",), ("halo",))
+    # of an Op and of the writer of its scope what the text of a halo needs: a program is not at hand, nor a graph
     text = algorithm_text(
         PlannedCall(
             SimpleNamespace(name=str(target), target=target, call=call),  # type: ignore[arg-type]

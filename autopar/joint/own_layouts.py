@@ -228,7 +228,7 @@ class PlaceWeights:
         ]
         nets += [
             replace(self._net(_readers(link), b, 1.0), memory_bytes=np.zeros_like(b.memory_bytes))
-            for link, b in zip(once.links, once.problem.nets, strict=True)
+            for link, b in zip(once.links, once.problem.shown().nets, strict=True)
             if b.cost_s.any()
         ]
         found = replace(micro.problem, nodes=tuple(nodes), nets=tuple(nets), memory_limit_bytes=self.limit_bytes)

@@ -38,6 +38,10 @@ SHIFTED = 0.05
 """Relative: how much faster a pipeline may become by cuts that are shifted, which a glance does not try. Results of a
 glance that are slower by more are not laid out."""
 
+SUMS_COUNT = 0.02
+"""Relative to the work of a step: sums of gradients in pipelines for which layouts are also chosen as if nothing
+overlapped them."""
+
 
 @dataclass(frozen=True, eq=False)
 class Glance:
@@ -272,8 +276,8 @@ class Pricing:
             used_bytes = chosen.model.problem.price(chosen.solution.choice).memory_bytes
             raise Beaten(proven_s, full=used_bytes >= FULL * self.context.mean_bytes(shape.places))
         tried = [chosen]
-        # the Problem lets all passes overlap what only the last backward does: the other extreme may choose better
-        if any(net.group >= 0 for net in models.once.problem.nets):
+        # the Problem lets all passes overlap what only the last backwards do: the other extreme may choose better
+        if self._sums_count(chosen, shape.microbatches):
             tried.append(
                 self.context.solve(models, least, level, exact=exact, each=each, spare_bytes=spare_bytes, beside=False)
             )
@@ -287,6 +291,17 @@ class Pricing:
             return made
 
         return fastest(ways, laid, lambda way: even_s(*way))
+
+    @staticmethod
+    def _sums_count(chosen: Chosen, microbatches: int) -> bool:
+        """Whether sums of gradients once per step take so long that what overlaps them counts; on one place they may
+        always."""
+        if not chosen.apart:
+            return any(net.group >= 0 for net in chosen.models.once.problem.nets)
+        return any(
+            sum(c.summed_s for c in pieces.costs) > SUMS_COUNT * sum(c.micro_s for c in pieces.costs) * microbatches
+            for pieces in chosen.pieces
+        )
 
     def laid_exactly(self, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen) -> Found:
         """`chosen` laid out as it runs, with as many blocks run again as memory requires, or with all of them where no

@@ -318,12 +318,9 @@ class Timed:
     def _example(self, choice: tuple[int, ...], *, hosted: bool) -> Example:
         """The passes of a solution, as an example for pipeline.makespan_bound: background collectives count by the
         compute that they slow down."""
-        plain = self._weighed(mean(self.shape.places, self.shape.microbatches), hosted=hosted)  # all that a step has
-        sums, scopes, hides = (
-            plain.sums(choice),
-            self.passing.scopes,
-            self.passing.model.prices.contention if plain.hides else 1.0,
-        )
+        plain = self._weighed(mean(self.shape.places, self.shape.microbatches), hosted=hosted)  # all but sums
+        sums, scopes = plain.sums(choice), self.passing.scopes
+        hides = self.passing.model.prices.contention if plain.hides else 1.0
         forward_s, backward_s = (
             sum(
                 float(each[SHOWN]) + hides * self.passing.background_s(each)
@@ -336,6 +333,7 @@ class Timed:
             backward_s,
             sum(float(plain.pass_of(sums, (scope, BACKWARD))[INPUTS]) for scope in scopes),
             sums.own_s * self.shape.places,
+            self._weighed(Least(0.0, 0.0, 0.0, 0.0, beside=1.0), hosted=hosted).sums(choice).own_s,
         )
 
     def _passing(self, model: Model) -> PassTables:

@@ -13,7 +13,7 @@ from autopar.joint.shapes import Shape
 from autopar.planner import Planner
 from autopar.problem.build import Decisions, Frame, rested
 from autopar.problem.clusters import Joint
-from autopar.problem.step_shares import BesidePrices, ForwardPrices, MicroPrices, StepPrices
+from autopar.problem.step_shares import ForwardPrices, MicroPrices, StepPrices
 from autopar.recipes.roles import Role, scattering
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _priced(context: SearchContext, here: Planner, frame: Frame, at: Places, pla
     bucket = context.whole.program.bucket_bytes
     prices = (
         MicroPrices(mesh, device, settings, kernels, shape.microbatches, bucket_bytes=bucket),
-        (BesidePrices if shape.places == 1 else StepPrices)(mesh, device, settings, kernels, bucket_bytes=bucket),
+        StepPrices(mesh, device, settings, kernels, bucket_bytes=bucket),
     )
     micro, once = (frame.priced(each, context.limit_bytes, str(shape)) for each in prices)
     return Models(micro, once, ForwardPrices(mesh, device, settings, ahead))

@@ -25,7 +25,6 @@ from autopar.pipeline.balance import balance
 from autopar.pipeline.cut_search import Shifting, are_few
 from autopar.pipeline.filling import Cuts
 from autopar.pipeline.in_flight import place_bytes
-from autopar.pipeline.once_per_step import begun_s
 from autopar.pipeline.orders import StageTime
 from autopar.pipeline.rerun_counts import fitted
 from autopar.pipeline.shared_weights import Shared, shared_weights
@@ -345,9 +344,9 @@ def _by_place(table: Timetable, values: Sequence[float]) -> list[float]:
 
 
 def _done_s(made: _Cut, ends: Sequence[float], shared: Sequence[Shared]) -> list[float]:
-    """For each place, the seconds until its part of the step is done. `ends` is when its stages are done. Then it sums
-    its gradients over ranks; gradients of weights that several places `shared` are summed once all these places are
-    there; then it updates its weights."""
+    """For each place, the seconds until its part of the step is done. `ends` is when its stages are done, and their
+    gradients are summed over ranks. Then gradients of weights that several places `shared` are summed, once all these
+    places are there; then it updates its weights."""
     table, parts = made.on.table, made.parts
     update_s = [
         own - more
@@ -357,15 +356,8 @@ def _done_s(made: _Cut, ends: Sequence[float], shared: Sequence[Shared]) -> list
             strict=True,
         )
     ]
-    sums_s = _by_place(
-        table,
-        [
-            sum(c.once_s - c.update_s for c in part)
-            + begun_s((one for c in part for one in c.sums), part[0].contention if part else 1.0)
-            for part in parts
-        ],
-    )
-    summed = [end + own for end, own in zip(ends, sums_s, strict=True)]
+    leaves_s = _by_place(table, [sum(c.once_s - c.update_s for c in part) for part in parts])
+    summed = [end + own for end, own in zip(ends, leaves_s, strict=True)]
     for each in shared:
         together = max(summed[place] for place in each.places) + each.seconds
         summed = [together if place in each.places else end for place, end in enumerate(summed)]

@@ -142,10 +142,10 @@ class Timetable:
             return runs[0]
         return [second + self._rounds * (second - first) for first, second in zip(*runs, strict=True)]
 
-    def ends_all_s(self, took_s: np.ndarray, send_s: np.ndarray) -> np.ndarray:
-        """[places, ways] the same for many ways at once, for seconds of actions [kinds, stages, ways] and of sends
-        [stages, ways]."""
-        first, *others = (flow_of(self.kind, self.places, m).ends_all_s(took_s, send_s) for m in self.short)
+    def ends_all_s(self, times_s: np.ndarray) -> np.ndarray:
+        """[places, ways] the same for many ways at once, for times [numbers, stages, ways] as Flow.ends_all_s has
+        them."""
+        first, *others = (flow_of(self.kind, self.places, m).ends_all_s(times_s) for m in self.short)
         return others[0] + self._rounds * (others[0] - first) if others else first
 
     @property

@@ -269,11 +269,25 @@ class Holding:
             yield Moment(nbytes, phase, -1, -1, nothing, nothing, {}, gradients=True)
 
     def _summing_bytes(self, index: int) -> float:
-        """Bytes of sums of gradients beside action number `index`: the last one, of several microbatches on one place
-        (runtime.gradsync.GradSync.summing)."""
+        """Bytes of sums of gradients beside action number `index`: on one place and of the first stage of several the
+        last backward (runtime.gradsync.GradSync.summing), of other stages what the place does after theirs
+        (runtime.stages)."""
         plan = self.shares.plan
-        beside = plan.mode == "train" and plan.places == 1 < plan.microbatches and index + 1 == len(self.actions)
-        return self.sums.beside_bytes if beside else 0.0
+        if plan.mode != "train" or plan.places == plan.microbatches == 1:
+            return 0.0
+        last = self._last
+        begun = plan.places > 1 and index > min(last.values())
+        begins = index == last.get(0) and self.actions[index].kind == "B"
+        return max(self._begun_bytes * begun, self.sums.beside_bytes if begins else 0.0)
+
+    @cached_property
+    def _last(self) -> dict[int, int]:
+        """By stage, the number of the action that completes its gradients."""
+        return {action.stage: index for index, action in enumerate(self.actions) if action.kind in "BW"}
+
+    @cached_property
+    def _begun_bytes(self) -> float:
+        return self.sums.begun_bytes
 
     @cached_property
     def sums(self) -> Sums:

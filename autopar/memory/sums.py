@@ -32,8 +32,17 @@ class Sums:
     @property
     def beside_bytes(self) -> float:
         """The same of those once per step that begin while the last backward goes on: of full buckets."""
-        once = [op for op in self._ops if EACH not in self.shares.plan.nodes[op.name].runs]
-        return self._bytes(once) if full(self._bucket_bytes(once)) else 0.0
+        return self.begun_bytes if full(self._bucket_bytes(self._once)) else 0.0
+
+    @property
+    def begun_bytes(self) -> float:
+        """The same of all those once per step."""
+        return self._bytes(self._once)
+
+    @property
+    def _once(self) -> list[Op]:
+        """The parameters whose gradients are summed once per step."""
+        return [op for op in self._ops if EACH not in self.shares.plan.nodes[op.name].runs]
 
     @property
     def _ops(self) -> list[Op]:

@@ -15,7 +15,7 @@ from autopar.pipeline.once_per_step import merged
 from autopar.pipeline.passes import Passes
 from autopar.pipeline.stops import AGAIN, AHEAD, BACK, in_few
 from autopar.pipeline.stretches import Cost
-from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did, Pass
+from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did, Pass, shown_s
 from autopar.problem.build import Model
 from autopar.problem.graph import Op, Program
 from autopar.problem.pairs import LayoutPair
@@ -43,7 +43,8 @@ def costs(
 
     Operators that every stage may repeat (units.free_ops) count with their first reader. `apart`: pieces that read the
     same weight are in different stages, each of which has a copy, gathers it, adds and sums its gradient and steps the
-    optimizer, and sums wait for the end of the step; otherwise the backward of the last microbatch overlaps them.
+    optimizer, and what overlaps sums depends on the stage (once_per_step.Summing); otherwise it is the backward of the
+    last microbatch.
     """
     did = Passes(program, micro, choice, forward, apart=apart, sums_at_end=True)
     summed_s = {} if apart else _summed_s(did, forward)  # before gradients that add up make all backwards longer
@@ -71,6 +72,7 @@ def costs(
             adds=(*held[unit.name].adds.items(),) if apart else (),
             line=lines.get(unit.name),
             work_s=_work_s(did.did[unit.name], count.get(unit.name, 1)),
+            beside_s=_beside_s(did, unit.name, contention) / count.get(unit.name, 1) if overlaps else 0.0,
         )
         for unit in did.pieces
     ]
@@ -141,6 +143,19 @@ def _summed_s(did: Passes, forward: ForwardPrices) -> dict[str, float]:
     return {name: max(0.0, last[name][BACKWARD] - own_s[BACKWARD]) for name, own_s in _seconds(did).items()}
 
 
+def _beside_s(did: Passes, name: str, contention: float) -> float:
+    """Seconds by which the whole backward of a piece takes longer beside its sums of gradients once per step: all of
+    these where other collectives of their axes are queued behind them, which it waits for."""
+    here, axes = did.did[name], did.model.prices.mesh.axes
+    back, summed = here.passes[BACKWARD], {axis for one in here.sums for _, axis, _ in one.moves}
+    if any(axes[load.axis] in summed for load in (*back.ahead.moving(), *back.behind.moving())):
+        return here.summed.all_s
+    beside = Pass()
+    beside.add(back)
+    beside.behind.add(here.summed.moving())
+    return here.summed.local_s + shown_s(beside, contention) - shown_s(back, contention)
+
+
 def _each_s(did: Did, seconds: Sequence[float]) -> tuple[float, float, float]:
     """Exposed seconds of the sums after a microbatch of a piece: in the backward, in its part for weights, and in both
     parts at once."""
@@ -160,8 +175,9 @@ def _per_instance(
     held: _Held, seconds: Sequence[float], did: Did, count: int, contention: float, summed_s: float | None
 ) -> Cost:
     """The Cost of one of the `count` instances of a piece, without the fields that `costs` adds. `seconds`: of each
-    pass over all instances; `summed_s`: of the sums that a backward overlaps (None: they wait for its end)."""
-    once_s = held.update_s + (did.once_s(contention) if summed_s is None else did.leaves_s(contention) + summed_s)
+    pass over all instances; `summed_s`: by which sums make the last backward longer (None: pieces are apart)."""
+    apart = summed_s is None
+    once_s = held.update_s + did.leaves_s(contention) + (summed_s or 0.0)
     return Cost(
         (seconds[FORWARD] + seconds[BACKWARD]) / count,
         once_s / count,
@@ -174,7 +190,9 @@ def _per_instance(
         seconds[WEIGHTS] / count,
         seconds[BOTH] / count,
         update_s=held.update_s / count,
-        sums=merged(did.sums) if summed_s is None else (),
+        sums=merged(did.sums) if apart else (),
+        summed_s=did.summed_s(contention) / count if apart else 0.0,
+        copies_s=did.copies_s / count if apart else 0.0,
         each=merged(did.each),
         each_s=_each_s(did, seconds),
     )

@@ -21,9 +21,9 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.pipeline import makespan
 from autopar.pipeline.filling import Cuts, piece_ranges
 from autopar.pipeline.in_flight import InFlight
-from autopar.pipeline.makespan import KINDS
 from autopar.pipeline.orders import StageTime
 from autopar.pipeline.rerun_counts import fitted
 from autopar.pipeline.stretches import Cost, Pieces
@@ -43,13 +43,16 @@ SHIFTS = ((0, 0, 0), (0, -1, 0), (-1, -1, 0), (-1, 0, 0), (0, 1, 0), (1, 1, 0), 
 the giver, of stages between, of the taker; for a piece that goes to an earlier stage, those of the taker, of stages
 between, of the giver. And by how many more of its pieces run again."""
 
+NOWHERE = (*makespan.numbers(StageTime(0.0, 0.0)), *[0.0] * 5)
+"""The numbers of an impossible stage."""
+
 LESS, MORE = 7, 8
 """One piece less runs again, and one more."""
 
 TimeOf = Callable[[int, Sequence[Cost], float], StageTime]
 """(stage, its pieces, the seconds of a send behind it) -> its times."""
 
-EndsOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
+EndsOf = Callable[[np.ndarray], np.ndarray]
 """As Timetable.ends_all_s."""
 
 
@@ -60,11 +63,10 @@ def are_few(pieces: int, stages: int, barred: Collection[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """A possible stage: seconds of its actions by kind, of a send, and once per step; bytes of parameters and state,
-    that exist only while it runs, that a microbatch in flight keeps, and more between the two parts of its backward."""
+    """A possible stage: its `times` (makespan.numbers), and seconds once per step; bytes of parameters and state, that
+    exist only while it runs, that a microbatch in flight keeps, and more between the two parts of its backward."""
 
-    took_s: tuple[float, ...]
-    send_s: float
+    times: tuple[float, ...]
     once_s: float
     rest: float
     live: float
@@ -247,8 +249,7 @@ class Shifting:
 
     def _steps_of(self, numbers: np.ndarray) -> np.ndarray:
         """[ways] seconds of a step, given the numbers of `_numbers` [numbers, stages, ways]."""
-        send_s, once_s = numbers[len(KINDS) : -4]
-        return np.asarray((self.ends_of(numbers[: len(KINDS)], send_s) + self._is_on @ once_s).max(0))
+        return np.asarray((self.ends_of(numbers[:-5]) + self._is_on @ numbers[-5]).max(0))
 
     def _fits(self, rest: np.ndarray, live: np.ndarray, kept: np.ndarray, halfway: np.ndarray) -> np.ndarray:
         """[moves] whether every place has room for its stages, and something to train, given their bytes [stages,
@@ -299,8 +300,7 @@ class Shifting:
             sum(getattr(c, name) for c in part) for name in ("once_s", "rest_bytes", "kept_bytes", "halfway_bytes")
         )
         return _Stretch(
-            tuple(time.of(kind) for kind in KINDS),
-            time.send_s,
+            makespan.numbers(time),
             once_s,
             rest,
             max(c.live_bytes for c in part),
@@ -310,9 +310,9 @@ class Shifting:
 
 
 def _numbers(stretch: _Stretch | None) -> tuple[float, ...]:
-    """The fields of a stretch in a row, zeros where it is impossible: seconds of its actions by kind, of a send, and
-    once per step, and its bytes of four kinds."""
-    return (*stretch.took_s, *astuple(stretch)[1:]) if stretch is not None else (0.0,) * (len(KINDS) + 6)
+    """The fields of a stretch in a row, zeros where it is impossible: its times, seconds once per step, and its bytes
+    of four kinds."""
+    return (*stretch.times, *astuple(stretch)[1:]) if stretch is not None else NOWHERE
 
 
 def _between(a: int, b: int, stages: int) -> Iterator[list[int]]:

@@ -2,7 +2,9 @@
 is done for given times of its stages.
 
 A place runs its actions in the schedule's order, each as soon as its operands are there. It sends the result of an
-action when that has ended, while it computes on; a place sends one tensor at a time, in both directions together.
+action when that has ended, while it computes on; a place sends one tensor at a time, in both directions together. The
+sums of gradients once per step begin with the last action of each stage, and run beside the others, which they slow
+down (pipeline.summing): a place is done when its actions, and the copies around sums, and its sums are.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import numpy as np
 
 from autopar.errors import PlanError
 from autopar.pipeline.orders import Action, StageTime
+from autopar.pipeline.summing import slower_all_s, slower_s
 
 KINDS = "FBIW"
 """Kinds of actions (orders.Action.kind): forward, whole backward, its parts for inputs and for weights."""
@@ -27,7 +30,7 @@ class Step(NamedTuple):
     """One action of one microbatch: its place, its stage, and its kind as an index of KINDS. `hop`: it sends its result
     between stages `hop` and `hop` + 1, in either direction (-1: nothing is sent). `here` and `sent`: positions in
     Flow.steps of the actions on its own place that it waits for, and of those on other places whose results have to
-    arrive."""
+    arrive. `last`: it completes the gradients of its stage; `beside`: sums of another stage of its place have begun."""
 
     place: int
     stage: int
@@ -35,6 +38,8 @@ class Step(NamedTuple):
     hop: int
     here: tuple[int, ...]
     sent: tuple[int, ...]
+    last: bool = False
+    beside: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,15 +76,22 @@ class Flow:
                 "the schedule waits for itself: "
                 f"{[line[i] for line, i in zip(lines, at, strict=True) if i < len(line)]}"
             )
+        completing = {step.stage: index for index, step in enumerate(steps) if step.kind in (WHOLE, WEIGHTS)}
+        begun = [min(index for index in completing.values() if steps[index].place == p) for p in range(len(lines))]
+        later = {index for index, step in enumerate(steps) if index > begun[step.place]}
+        for index in {*completing.values(), *later}:
+            steps[index] = steps[index]._replace(last=index in completing.values(), beside=index in later)
         return Flow(len(lines), steps)
 
     def ends_s(self, times: Sequence[StageTime]) -> list[float]:
         """Seconds until each place is done, where stage i takes `times[i]`."""
         took = [[time.of(kind) for kind in KINDS] for time in times]
         clock, free = [0.0] * self.places, [0.0] * self.places  # when each place, and its link, is free
+        summed, late = [0.0] * self.places, [0.0] * self.places  # when its sums are done; seconds after its actions
+        contention = max(time.summing.contention for time in times)
         done: list[float] = []
         arrived: list[float] = []
-        for place, stage, kind, hop, here, sent in self.steps:
+        for place, stage, kind, hop, here, sent, last, beside in self.steps:
             end = clock[place]
             for index in here:
                 if done[index] > end:
@@ -87,43 +99,60 @@ class Flow:
             for index in sent:
                 if arrived[index] > end:
                     end = arrived[index]
+            if beside and summed[place] > end:
+                end += slower_s(took[stage][kind], summed[place] - end, contention)
             clock[place] = end = end + took[stage][kind]
+            if last:
+                own = times[stage].summing
+                left_s = own.left_s if kind == WHOLE and not stage else own.whole_s
+                clock[place] = end = end + contention * (own.whole_s - left_s)
+                summed[place] = max(end + left_s, summed[place] + own.whole_s)
+                late[place] += own.late_s
             done.append(end)
             if hop >= 0 and times[hop].send_s:
                 free[place] = end = max(free[place], end) + times[hop].send_s
             arrived.append(end)
-        return clock
+        return [max(end + more, sums) for end, more, sums in zip(clock, late, summed, strict=True)]
 
-    def ends_all_s(self, took_s: np.ndarray, send_s: np.ndarray) -> np.ndarray:
-        """`ends_s` for many sets of times at once, [places, sets]: of actions `took_s` [kinds, stages, sets] and of
-        sends `send_s` [stages, sets]."""
-        starts = range(0, took_s.shape[2], AT_ONCE)
-        return np.concatenate(
-            [
-                self._ends_all_s(took_s[..., start : start + AT_ONCE], send_s[:, start : start + AT_ONCE])
-                for start in starts
-            ],
-            axis=1,
-        )
+    def ends_all_s(self, times_s: np.ndarray) -> np.ndarray:
+        """`ends_s` for many sets of times at once, [places, sets]; `times_s` [`numbers`, stages, sets] are theirs."""
+        starts = range(0, times_s.shape[2], AT_ONCE)
+        return np.concatenate([self._ends_all_s(times_s[..., start : start + AT_ONCE]) for start in starts], axis=1)
 
-    def _ends_all_s(self, took_s: np.ndarray, send_s: np.ndarray) -> np.ndarray:
+    def _ends_all_s(self, times_s: np.ndarray) -> np.ndarray:
         """[places, sets]: `ends_all_s` of so few sets that the arrays stay in the cache."""
-        clock, free = ([np.zeros(took_s.shape[2])] * self.places for _ in range(2))
-        sends = send_s.max(axis=1, initial=0.0) > 0.0
+        took_s, (send_s, whole_s, left_s, late_s, shares) = times_s[: len(KINDS)], times_s[len(KINDS) :]
+        contention = float(shares.max(initial=0.0))
+        clock, free, summed, late = ([np.zeros(times_s.shape[2])] * self.places for _ in range(4))
+        sends = (send_s.max(axis=1, initial=0.0) > 0.0).tolist()
         done: list[np.ndarray] = []
         arrived: list[np.ndarray] = []
-        for place, stage, kind, hop, here, sent in self.steps:
+        for place, stage, kind, hop, here, sent, last, beside in self.steps:
             end = clock[place]
             for index in here:
                 end = np.maximum(end, done[index])
             for index in sent:
                 end = np.maximum(end, arrived[index])
+            if beside and contention:
+                end = end + slower_all_s(took_s[kind, stage], summed[place] - end, contention)
             clock[place] = end = end + took_s[kind, stage]
+            if last:
+                after_s = left_s[stage] if kind == WHOLE and not stage else whole_s[stage]
+                clock[place] = end = end + contention * (whole_s[stage] - after_s)
+                summed[place] = np.maximum(end + after_s, summed[place] + whole_s[stage])
+                late[place] = late[place] + late_s[stage]
             done.append(end)
             if hop >= 0 and sends[hop]:
                 free[place] = end = np.maximum(free[place], end) + send_s[hop]
             arrived.append(end)
-        return np.array(clock)
+        return np.array([np.maximum(end + more, sums) for end, more, sums in zip(clock, late, summed, strict=True)])
+
+
+def numbers(time: StageTime) -> tuple[float, ...]:
+    """The times of a stage as a row of `Flow.ends_all_s`: of actions by kind, of a send, and of sums."""
+    sums = time.summing
+    each_s = (time.of(kind) for kind in KINDS)
+    return (*each_s, time.send_s, sums.whole_s, sums.left_s, sums.late_s, sums.contention)
 
 
 _Needs = tuple[tuple[int, ...], tuple[int, ...]]

@@ -1,17 +1,19 @@
 """A lower bound of a step under a schedule, however the model is cut into stages.
 
-    step >= f F + b B + i I + o O + fixed
+    step >= f F + b B + i I + o O + s S + fixed
 
     F      seconds of the forwards of all stages together, for one microbatch
     B      seconds of their backwards; of split ones at most the sum of both parts
     I      seconds of compute in the parts for inputs, where backwards are split
     O      seconds once per step, of all places together, after their last actions
+    S      seconds of the sums of gradients of all stages together, which begin when those of their stage are complete
+           (of the first stage in its last backward), and run one after the other on a place (pipeline.summing)
     fixed  from the least seconds of each send
 
-The weights f, b, i, o are dual values of a linear program in which the seconds of every stage are free, and add up to
-F, B, I, O of an example. The seconds of a step are a convex and homogeneous function of those of its stages and sends,
-so that the tangent at one example is a lower bound for all others. Waiting of sends for each other on one link, and the
-host, are left out.
+The weights f, b, i, o, s are dual values of a linear program in which the seconds of every stage are free, and add up
+to F, B, I, O, S of an example. The seconds of a step are a convex and homogeneous function of those of its stages and
+sends, so that the tangent at one example is a lower bound for all others. Waiting of sends for each other on one link,
+and the host, are left out.
 """
 
 from __future__ import annotations
@@ -36,18 +38,19 @@ SLACK = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """F, B, I and O of the example, in seconds."""
+    """F, B, I, O and S of the example, in seconds."""
 
     forward_s: float
     backward_s: float
     inputs_s: float
     once_s: float
+    sums_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """The weights f, b, i, o of the bound, and `fixed_s`; `beside`: that of collectives once per step which the last
-    backward of a place overlaps."""
+    """The weights f, b, i, o of the bound, and `fixed_s`; `beside` is s: that of collectives once per step which
+    backwards may overlap."""
 
     forward: float
     backward: float
@@ -63,6 +66,7 @@ class Least:
             + self.backward * example.backward_s
             + self.inputs * example.inputs_s
             + self.once * example.once_s
+            + self.beside * example.sums_s
             + self.fixed_s
         )
 
@@ -80,7 +84,13 @@ def chain(places: int, alone: float = 1.0) -> Least:
 
 
 def least(
-    flow: Flow, stages: int, microbatches: int, example: Example, sends_s: Sequence[float] = (), *, quick: bool = False
+    flow: Flow,
+    stages: int,
+    microbatches: int,
+    example: Example,
+    sends_s: Sequence[float] = (),
+    *,
+    quick: bool = False,
 ) -> Least:
     """The weights for `flow` that give the highest bound for `example`. `sends_s`: the least seconds of a send between
     each stage and the next (default: 0). `quick`: only the first and the last microbatch wait."""
@@ -106,9 +116,9 @@ def outermost(flow: Flow) -> frozenset[int]:
 
 class Program:
     """The linear program of a step under a schedule, in units of `unit_s`: columns for the seconds of each stage (its
-    forward, its backward, and of this the compute for inputs and both parts of a split one), for those of each place
-    once per step, and for the end of the step, `last`, which is least. `sent`: the rows of actions that wait for a
-    send, with its seconds."""
+    forward, its backward, of this the compute for inputs and both parts of a split one, and its sums of gradients), for
+    those of each place once per step, and for the end of the step, `last`, which is least. `sent`: the rows of actions
+    that wait for a send, with its seconds."""
 
     def __init__(self, stages: int, places: int, unit_s: float) -> None:
         self.unit_s = unit_s
@@ -117,7 +127,9 @@ class Program:
         self._lower: list[float] = []
         self._upper: list[float] = []
         self._entries: list[tuple[int, int, float]] = []  # row, column, value
-        self.forward, self.backward, self.inputs, self.early, self.late = (self.columns(stages) for _ in range(5))
+        self.forward, self.backward, self.inputs, self.early, self.late, self.sums = (
+            self.columns(stages) for _ in range(6)
+        )
         self.once = self.columns(places)
         self.last = self.columns(1, 1.0)
         for stage in range(stages):  # the parts of a split backward take at least a whole one together
@@ -142,7 +154,7 @@ class Program:
     def order(self, flow: Flow, sends_s: Sequence[float], wanted: Container[int]) -> None:
         """Add columns and rows: each of the `wanted` actions of `flow`, by number, ends its own seconds after the other
         wanted ones that it waits for, and after all that its place does before; and a step ends once-per-step seconds
-        after the last action of each place. `sends_s` as in `least`."""
+        after the last action of each place, and after its sums. `sends_s` as in `least`."""
         took = {FORWARD: self.forward, WHOLE: self.backward, INPUTS: self.early, WEIGHTS: self.late}
         ends: dict[int, int] = {}
         before = [(-1, Counter[int]()) for _ in range(flow.places)]  # the last wanted action's end, and what follows it
@@ -160,12 +172,19 @@ class Program:
                     row = self._after(mine, ends[other], {own: 1}, sent_s)
                     self.sent += [(row, sent_s)] * (sent_s > 0.0)
             before[step.place] = mine, Counter()
-        for once, (end, since) in zip(self.once, before, strict=True):
+        completing = [(index, step) for index, step in enumerate(flow.steps) if step.last]
+        for place, (once, (end, since)) in enumerate(zip(self.once, before, strict=True)):
+            complete = [(index, step) for index, step in completing if step.place == place]
             self._after(self.last[0], end, {**since, once: 1})
+            for number, (index, step) in enumerate(complete):
+                if index in ends:  # those of the first stage begin in its whole backward
+                    begun = {self.backward[step.stage]: -1} if step.kind == WHOLE and not step.stage else {}
+                    later = {self.sums[other.stage]: 1 for _, other in complete[number:]}
+                    self._after(self.last[0], ends[index], {**begun, **later, once: 1})
 
-    def _after(self, column: int, end: int, took: Mapping[int, int], sent_s: float = 0.0) -> int:
+    def _after(self, column: int, end: int, took: Mapping[int, float], sent_s: float = 0.0) -> int:
         """A new row: `column` is no earlier than `end` (-1: the begin), what `took` so many times, and a send."""
-        later = [(each, -float(times)) for each, times in took.items()]
+        later = [(each, -float(times)) for each, times in took.items() if times]
         return self.row([(column, 1.0), *later, *([(end, -1.0)] if end >= 0 else [])], sent_s / self.unit_s)
 
     def solved(self) -> Answer:
@@ -180,13 +199,14 @@ class Program:
 
 
 def _weights(program: Program, example: Example) -> Least | None:
-    """The weights: dual values of the rows by which the stages add up to F, B, I and O of the example, lowered by
+    """The weights: dual values of the rows by which the stages add up to F, B, I, O and S of the example, lowered by
     SLACK; None where the solver finds none."""
     wanted = (
         (program.forward, example.forward_s),
         (program.backward, example.backward_s),
         (program.inputs, example.inputs_s),
         (program.once, example.once_s),
+        (program.sums, example.sums_s),
     )
     totals = [
         program.row([(column, 1.0) for column in columns], seconds / program.unit_s) for columns, seconds in wanted
@@ -195,5 +215,5 @@ def _weights(program: Program, example: Example) -> Least | None:
     if answer.status != "optimal" or answer.dual is None:
         return None
     fixed_s = sum(max(0.0, float(answer.dual[row])) * sent_s for row, sent_s in program.sent)
-    forward, backward, inputs, once = (max(0.0, float(answer.dual[row])) * (1 - SLACK) for row in totals)
-    return Least(forward, backward, inputs, once, fixed_s * (1 - SLACK))
+    forward, backward, inputs, once, beside = (max(0.0, float(answer.dual[row])) * (1 - SLACK) for row in totals)
+    return Least(forward, backward, inputs, once, fixed_s * (1 - SLACK), beside)

@@ -4,7 +4,7 @@
     updates    Each piece is priced with the optimizer's step of every weight that it reads, as if it were alone on its
                place. A place with several readers of one weight has that weight once, and steps it once
                (`Update.too_many_s`); each of its stages still sums a gradient.
-    sums       A piece is priced with its share of full buckets. A place with less than one bucket starts a collective
+    sums       A piece is priced with its share of full buckets. A stage with less than one bucket starts a collective
                all the same (`begun_s`).
     each       Sums after every microbatch are priced as if the model were one stage. A stage with less than one bucket
                overlaps none of them with its backward (`each_s`).
@@ -85,15 +85,17 @@ class Sums:
         return sum(seconds for *_, seconds in self.moves)
 
     @property
-    def first_bytes(self) -> float:
-        """Bytes of the bucket that is sent first: the last gradients in the order of use, until it is full. It is
-        larger than a full bucket by as much as its last gradient, which may travel by itself."""
-        found = 0.0
+    def buckets(self) -> list[float]:
+        """Bytes of each bucket, in the order in which they are sent: the last gradients in the order of use, until it
+        is full, and so on. It is larger than a full bucket by as much as its last gradient, which may travel by
+        itself."""
+        found, filled = list[float](), 0.0
         for nbytes in reversed(self.each_bytes):
-            found += nbytes
-            if found >= self.full_bytes:
-                break
-        return found
+            filled += nbytes
+            if filled >= self.full_bytes:
+                found.append(filled)
+                filled = 0.0
+        return [*found, filled] if filled else found
 
 
 def merged(sums: Iterable[Sums]) -> tuple[Sums, ...]:
@@ -116,17 +118,17 @@ def _as_one(sums: Sequence[Sums]) -> Sums:
     return Sums(sums[0].kinds, each_bytes, sums[0].full_bytes, tuple(moves), behind_s, copies_s)
 
 
-def begun_s(place: Iterable[Sums], contention: float) -> float:
-    """Seconds by which the sums of one place take longer than its pieces' shares of full buckets.
+def begun_s(stage: Iterable[Sums], contention: float) -> float:
+    """Seconds by which the sums of one stage take longer than its pieces' shares of full buckets.
 
     For gradients of n bytes in all, less than the b bytes of a full bucket, a piece is priced with a share of the time
-    t(b), but the place takes t(n): its seconds times (t(n) / n) / (t(b) / b) - 1, at least 0. Pieces are priced with
-    copies that overlap collectives (work.Did.once_s), which those of the first bucket do not; `contention`: the share
+    t(b), but the stage takes t(n): its seconds times (t(n) / n) / (t(b) / b) - 1, at least 0. Pieces are priced with
+    copies that overlap collectives (work.Did.summed_s), which those of the first bucket do not; `contention`: the share
     of seconds in the background that pieces are priced with.
     """
     found = 0.0
-    for one in merged(place):
-        found += (1.0 - contention) * one.copies_s * one.first_bytes / one.nbytes
+    for one in merged(stage):
+        found += (1.0 - contention) * one.copies_s * one.buckets[0] / one.nbytes
         for kind, axis, seconds in one.moves if one.nbytes < one.full_bytes else ():
             full_s, own_s = (collective_s(kind, size, axis) for size in (one.full_bytes, one.nbytes))
             found += seconds * max(0.0, own_s / one.nbytes * one.full_bytes / full_s - 1.0)

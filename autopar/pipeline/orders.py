@@ -19,6 +19,7 @@ from torch.distributed import pipelining
 from autopar._torch import order_only
 from autopar.errors import PlanError
 from autopar.pipeline.schedules import SCHEDULES
+from autopar.pipeline.summing import NOTHING, Summing
 from autopar.plan import Plan
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")  # as torch writes them: stage, kind, microbatch
@@ -126,13 +127,14 @@ def actions_of(line: Sequence[Any]) -> list[Action]:
 class StageTime:
     """Seconds of one microbatch in one stage: of its forward; of the backward's parts for inputs and for weights
     (`weights_s` is 0 where the backward is not split); of sending its result; and of both parts at once (0: their
-    sum)."""
+    sum). `summing`: its sums of gradients, once per step."""
 
     forward_s: float
     inputs_s: float
     weights_s: float = 0.0
     send_s: float = 0.0
     both_s: float = 0.0
+    summing: Summing = NOTHING
 
     def of(self, kind: str) -> float:
         """Seconds of an action of this kind."""

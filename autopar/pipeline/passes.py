@@ -306,7 +306,7 @@ class Passes(OpPasses):
                     did.passes[way].behind.add([load], link.count * share)
                     did.passes[way].lag_s += link.count * share * load.seconds * bucket
         else:
-            did.once.add(sums, link.count)
+            did.summed.add(sums, link.count)
         if made.value != made.back:
             self._add_leaf(link, made, did)
 
@@ -315,7 +315,6 @@ class Passes(OpPasses):
         or at the end of the step before."""
         gathered = self._leaf_loads(link, made)
         if self.sums_at_end:
-            did.once.add(gathered, link.count)
             did.leaves.add(gathered, link.count)
             return
         local, moving = split(gathered)

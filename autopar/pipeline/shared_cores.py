@@ -12,7 +12,7 @@ from autopar.pipeline.orders import StageTime
 
 
 def ends_s(flow: Flow, times: Sequence[StageTime], alone: float) -> list[float]:
-    """As `Flow.ends_s`, with the speeds above."""
+    """As `Flow.ends_s`, with the speeds above, on devices where nothing overlaps sums of gradients."""
     lines = [[index for index, step in enumerate(flow.steps) if step.place == place] for place in range(flow.places)]
     done: dict[int, float] = {}
     arrived: dict[int, float] = {}
@@ -44,4 +44,6 @@ def ends_s(flow: Flow, times: Sequence[StageTime], alone: float) -> list[float]:
                 if hop >= 0 and times[hop].send_s:
                     free[place] = arrived[index] = max(free[place], now) + times[hop].send_s
                 at[place] += 1
+    for stage, place in {step.stage: step.place for step in flow.steps}.items():
+        ends[place] += times[stage].summing.late_s
     return ends

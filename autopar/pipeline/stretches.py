@@ -14,6 +14,7 @@ from autopar.pipeline.clock import Line, waits_s
 from autopar.pipeline.memory_shares import Need
 from autopar.pipeline.once_per_step import Sums, each_s
 from autopar.pipeline.orders import Flying, StageTime
+from autopar.pipeline.summing import NOTHING, Summing
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,9 @@ class Cost:
     rest_bytes              parameters, their gradients and state
     live_bytes              there only while the piece runs
     block                   whether it is a block whose collectives overlap its compute
-    sums                    sums of gradients once per step; `once_s` has them with their shares of full buckets
+    sums                    sums of gradients once per step that run beside other work (pipeline.summing)
+    summed_s, copies_s      their seconds as shares of full buckets, and those of the copies around them
+    beside_s                seconds by which a whole backward takes longer that overlaps them
     each, each_s            sums after every microbatch; their exposed seconds in the backward, in the part for
                             weights, and in `both_s`
     contention              seconds that an overlapped collective adds to the compute beside it, per second
@@ -53,6 +56,9 @@ class Cost:
     block: bool = False
     update_s: float = 0.0
     sums: tuple[Sums, ...] = ()
+    summed_s: float = 0.0
+    copies_s: float = 0.0
+    beside_s: float = 0.0
     each: tuple[Sums, ...] = ()
     each_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     contention: float = 1.0
@@ -82,7 +88,7 @@ def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bo
     forward_s = _in_order_s(part, 0) if in_order else sum(c.forward_s for c in part)
     if split and training:
         weights_s, both_s = (
-            sum(each) - twice_s + _summed_s(part, each, way)
+            sum(each) - twice_s + _each_s(part, each, way)
             for way, each in ((1, [c.weights_s for c in part]), (2, [c.both_s for c in part]))
         )
         return StageTime(
@@ -91,14 +97,26 @@ def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bo
             weights_s + action_s,
             send_s,
             both_s + action_s,
+            _summing(part, both_s),
         )
     if in_order:
         back_s = _in_order_s(part, 1) - twice_s if training else 0.0
-        return StageTime(forward_s + action_s, back_s + action_s, 0.0, send_s)
-    seconds = sum(c.micro_s for c in part) - twice_s
-    seconds += _summed_s(part, [c.micro_s - c.forward_s for c in part], 0)
-    back_s = max(0.0, seconds - forward_s) if training else 0.0
-    return StageTime(seconds - back_s + action_s, back_s + action_s, 0.0, send_s)
+    else:
+        seconds = sum(c.micro_s for c in part) - twice_s
+        seconds += _each_s(part, [c.micro_s - c.forward_s for c in part], 0)
+        back_s = max(0.0, seconds - forward_s) if training else 0.0
+        forward_s = seconds - back_s
+    summing = _summing(part, back_s) if training else NOTHING
+    return StageTime(forward_s + action_s, back_s + action_s, 0.0, send_s, summing=summing)
+
+
+def _summing(part: Sequence[Cost], backward_s: float) -> Summing:
+    """The sums of a stage once per step, whose last backward takes `backward_s`."""
+    summed_s, copies_s, beside_s = (
+        sum(getattr(c, name) for c in part) for name in ("summed_s", "copies_s", "beside_s")
+    )
+    sums, contention = (one for c in part for one in c.sums), part[0].contention
+    return Summing.of(sums, summed_s, copies_s, backward_s, beside_s, contention)
 
 
 def _added_twice_s(part: Sequence[Cost]) -> float:
@@ -116,7 +134,7 @@ def _in_order_s(part: Sequence[Cost], way: int) -> float:
     return max(least_s, sum(c.work_s[way] for c in part) + waits_s((*rows,), way, part[0].contention))
 
 
-def _summed_s(part: Sequence[Cost], took_s: Sequence[float], way: int) -> float:
+def _each_s(part: Sequence[Cost], took_s: Sequence[float], way: int) -> float:
     """Seconds by which the sums after a microbatch take longer in this stage (once_per_step.each_s) than the prices of
     its pieces say.
 

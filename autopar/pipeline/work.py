@@ -80,25 +80,30 @@ class Pass:
 
 @dataclass(eq=False)
 class Did:
-    """The work of a piece in each of `passes`, and its collectives `once` per step.
+    """The work of a piece in each of `passes`, and its collectives once per step.
 
-    `leaves` are those of `once` that gather leaves. `sums` and `each` are its sums of gradients one by one: once per
-    step, and after each microbatch. They are also part of `once` and of the passes.
+    `leaves` gather leaves, `summed` sum gradients. `sums` and `each` are its sums of gradients one by one: once per
+    step, and after each microbatch. They are also part of `summed` and of the passes.
     """
 
     passes: tuple[Pass, ...] = field(default_factory=lambda: tuple(Pass() for _ in PASSES))
-    once: Loads = field(default_factory=Loads)
     leaves: Loads = field(default_factory=Loads)
+    summed: Loads = field(default_factory=Loads)
     sums: list[Sums] = field(default_factory=list)
     each: list[Sums] = field(default_factory=list)
 
-    def once_s(self, contention: float) -> float:
-        """Seconds of the collectives once per step."""
-        return _in_buckets_s(self.once, contention)
-
     def leaves_s(self, contention: float) -> float:
-        """Seconds of those that gather leaves."""
+        """Seconds of the collectives once per step that gather leaves."""
         return _in_buckets_s(self.leaves, contention)
+
+    def summed_s(self, contention: float) -> float:
+        """Seconds of those that sum gradients, with nothing beside them."""
+        return _in_buckets_s(self.summed, contention)
+
+    @property
+    def copies_s(self) -> float:
+        """Seconds of the copies around these."""
+        return self.summed.local_s
 
 
 def _in_buckets_s(loads: Loads, contention: float) -> float:

@@ -336,7 +336,7 @@ def _net(link: Link, keeps: Kept, prices: Prices, group: int) -> Net:
     )
     cost = step_s(link, prices, again, first)
     name = f"{link.ref[0]}:{link.ref[1]}"
-    if prices.late and not (prices.beside and prices.overlap > 0.0):
+    if prices.late and prices.overlap == 0.0:
         return Net(name, link.producer, link.row, link.uses, cost, np.zeros_like(cost))
     times = prices.again(link.rows, link.columns, [c in again for c in range(len(link.columns))])
     return Net(

@@ -63,9 +63,8 @@ class Prices:
     (Program.bucket_bytes): the size of buckets of gradients and of leaves (0: each weight alone).
     """
 
-    late, beside = False, False
-    """Whether these are prices of what happens once per step, with nothing kept for a backward; and whether compute
-    overlaps that."""
+    late = False
+    """Whether these are prices of what happens once per step, with nothing kept for a backward."""
 
     def __init__(
         self,

@@ -78,8 +78,7 @@ class ForwardPrices(Prices):
 
 
 class StepPrices(Prices):
-    """What a step costs once, however many microbatches it has. Sums of gradients at its end have no compute to hide
-    under."""
+    """What a step costs once, however many microbatches it has."""
 
     late = True
 
@@ -97,14 +96,14 @@ class StepPrices(Prices):
         weight: bool = False,
         grad_bytes: float | None = None,
     ) -> np.ndarray:
-        """Seconds of the leaves at the begin of the step and of the sums of gradients at its end, with their local
-        copies as they slow down the collectives that they overlap (pipeline.work.Did.once_s). Of sums beside a backward
-        only the collectives: copies are part of its work."""
+        """Seconds of the leaves at the begin of the step and of the sums of gradients, with their local
+        copies as they slow down the collectives that they overlap (pipeline.work.Did.leaves_s). Of sums beside compute
+        only the collectives: their copies are part of its work."""
         if not weight:
             return np.zeros((len(rows), len(columns)))
         here, sums_bytes = self.routes.between(rows, columns), grad_bytes or size_bytes
         summed_s = self._overlapped_s(
-            here.summed, sums_bytes, self.grad_bucket_bytes(size_bytes, sums_bytes), 0.0 if self.beside else None
+            here.summed, sums_bytes, self.grad_bucket_bytes(size_bytes, sums_bytes), 0.0 if self.overlap > 0.0 else None
         )
         return self._leaves_s(here, size_bytes) + np.where(here.each, 0.0, summed_s)
 
@@ -153,12 +152,6 @@ class StepPrices(Prices):
     def local_bytes(self, size_bytes: float, layout: Layout) -> float:
         """0: activations belong to MicroPrices."""
         return 0.0
-
-
-class BesidePrices(StepPrices):
-    """The same on one place, where the backward of the last microbatch overlaps the sums of gradients."""
-
-    beside = True
 
 
 @dataclass(frozen=True, slots=True)

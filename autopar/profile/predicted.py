@@ -45,7 +45,8 @@ def _ran(stages: Stages, place: int) -> list[tuple[Ran, int]]:
         return found
     last = stages.rank(place)
     last.local(stages.optimizer(place), "optimizer")
-    return [*found, (stages.sums(place), 1), (last.run(), 1)]
+    sums = [(stages.sums(index).alone, 1) for index in plan.stages_on(place)]
+    return [*found, *sums, (stages.leaves(place), 1), (last.run(), 1)]
 
 
 def _keyed(marks: Sequence[Mark]) -> list[tuple[Key, float]]:

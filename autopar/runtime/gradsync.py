@@ -49,8 +49,8 @@ class GradSync:
     """Reduces the gradients of the parameters `held` over ranks and adds them to `param.grad`, in any
     `loss.backward()`; `blocks` are the blocks that read them.
 
-        deferred     gradients of several backwards accumulate in the leaves, until `summing` or `flush` (microbatches,
-                     pipelines)
+        deferred     gradients of several backwards accumulate in the leaves, until `summing`, `begin` or `flush`
+        finishing    reductions are finished when a backward ends, not by `flush`
         scattering   gradients of gathered weights leave autograd (`sink`)
         wider        dtype of leaves -> the dtype in which their gradients are summed, where that is another one
         scatters     reduce-scatters of single parameters in the background; `sums`: the same of buckets
@@ -76,6 +76,7 @@ class GradSync:
         self.mesh = mesh
         self.owners = owners(blocks)
         self.deferred = False
+        self.finishing = True
         self.scattering = True
         self.fill(held, bucket_bytes)
         self.next_turn = 0
@@ -230,26 +231,36 @@ class GradSync:
         self.scattered[held.name] = grad if before is None else before + grad
 
     @contextmanager
-    def summing(self) -> Iterator[None]:
-        """A context for the last of several backwards, in which all that they accumulated is reduced; `flush` has the
-        rest."""
-        deferred, self.deferred = self.deferred, False
+    def summing(self, *, finish: bool = True) -> Iterator[None]:
+        """A context for the last of several backwards, which begins to reduce all that they accumulated; without
+        `finish`, reductions go on when it has ended. `flush` has the rest."""
+        before, (self.deferred, self.finishing) = (self.deferred, self.finishing), (False, finish)
         try:
             yield
         finally:
-            self.deferred = deferred
+            self.deferred, self.finishing = before
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Start the reduction of all gradients that the backwards of a step accumulated; `flush` finishes it."""
+        self._reach(each=False)
+        self._begin_all()
 
     def _queue(self) -> None:
         if not self.reached and not self.pending:
-            at_end_of_backward(self._finish)
+            at_end_of_backward(self._finish if self.finishing else self._begin_all)
+
+    def _reach(self, *, each: bool) -> None:
+        """Note the gradients that wait in leaves; with `each`, those that are reduced after every microbatch."""
+        for held in self.held_of.values():
+            if held.leaf.grad is not None and (held.info.each or not each):
+                self.reached[held.name] = held
 
     @torch.no_grad()
     def flush(self, *, each: bool = False) -> None:
         """Reduce the gradients that the backwards of a step accumulated in the leaves, and add them to `param.grad`;
         with `each`, only those that are reduced after every microbatch."""
-        for held in self.held_of.values():
-            if held.leaf.grad is not None and (held.info.each or not each):
-                self.reached[held.name] = held
+        self._reach(each=each)
         self._finish(more=each)
         if not each:
             for held, grad in self.waiting.values():
@@ -335,9 +346,8 @@ class GradSync:
             self.sums.add(bucket.sums, bucket if bucket.block is None else bucket.block)
 
     @torch.no_grad()
-    def _finish(self, *, more: bool | None = None) -> None:
-        """End a backward: finish all reductions and add to `param.grad`. `more`: further microbatches follow in this
-        step (None: as `deferred` says)."""
+    def _begin_all(self) -> None:
+        """Start all reductions that are left, when scatters have brought all parts of the gradients."""
         self.scatters.drain()
         for held in list(self.reached.values()):
             if held.name not in self.moved:
@@ -345,6 +355,12 @@ class GradSync:
         for turn in self.turns:  # some parameters were not reached: the same ones on all ranks
             if isinstance(turn, Bucket) or turn.name in self.moved:
                 self._begin(turn)
+
+    @torch.no_grad()
+    def _finish(self, *, more: bool | None = None) -> None:
+        """End a backward: finish all reductions and add to `param.grad`. `more`: further microbatches follow in this
+        step (None: as `deferred` says)."""
+        self._begin_all()
         for held in [held for bucket in self.buckets for held in bucket.members if held.name in self.reached]:
             if held.leaf.grad is not None:  # a part that arrived after the reduction of its bucket had started
                 grad, held.leaf.grad = held.leaf.grad, None

@@ -22,7 +22,7 @@
 
 Every rank is given its part of the batch, whatever its place: each stage reads its inputs from there, only activations
 travel. A step runs a schedule of torch.distributed.pipelining; gradients add up over its microbatches and are summed
-over ranks once, at its end.
+over ranks once, while other stages and microbatches go on: those of each stage begin when they are complete.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -80,6 +80,7 @@ class OwnStage(pipelining.PipelineStage):
         # torch 2.13, under TORCH_DISTRIBUTED_DEBUG=DETAIL: it wants the strides of what is sent of what is left
         self._runtime_validate = False
         self._sent = sent
+        self._complete = False  # whether gradients wait for their sums to begin
         self._going: dict[int, Sequence[Tensor]] = {}  # of each microbatch, what is to go to another place
 
     def _validate_fwd_outputs(self, outputs: Sequence[Tensor]) -> None:
@@ -126,7 +127,10 @@ class OwnStage(pipelining.PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of gradients that the schedule is to post."""
-        return self._send("gradients", super().get_bwd_send_ops(bwd_chunk_id))
+        ops = self._send("gradients", super().get_bwd_send_ops(bwd_chunk_id))
+        if self._sent is not None:  # they are on their way
+            self._begin_sums()
+        return ops
 
     def _send(self, what: str, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         """Send `ops`; returns those that the schedule is to send instead."""
@@ -145,14 +149,28 @@ class OwnStage(pipelining.PipelineStage):
         self._going[fwd_chunk_id], runner.going = runner.going, ()
         return output
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
         """The backward of one microbatch, or its part for what was received. A stage of the same place may have no
-        gradient to give: zeros."""
-        came = self.grad_recv_info.get(bwd_chunk_id, ())
+        gradient to give: zeros. With the last one sums of gradients begin: after it, so that nothing keeps other stages
+        waiting for what it sends them, and of the first stage, which sends nothing, already in it."""
+        runner: Any = self.submod
+        came, completes = self.grad_recv_info.get(bwd_chunk_id, ()), full_backward and last_backward
         self._make(came, zero=True)
-        with _errors_as_they_are():
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        with _errors_as_they_are(), runner.summing() if completes and self.is_first else nullcontext():
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         _let_go(came)
+        self._complete = completes and not self.is_first
+        if self._complete and self.stage_index_to_group_rank[self.stage_index - 1] == self.group_rank:
+            self._begin_sums()
+
+    def _begin_sums(self) -> None:
+        """Begin the sums of gradients that are complete."""
+        runner: Any = self.submod
+        if self._complete:
+            runner.scatter(last=True)
+        self._complete = False
 
     def _make(self, infos: Sequence[Any], *, zero: bool = False) -> None:
         """Buffers that are there in name only, in memory."""
@@ -162,7 +180,7 @@ class OwnStage(pipelining.PipelineStage):
                 info.buffer = made(info.buffer, device=self.device, requires_grad=info.buffer.requires_grad)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The weights' part of the backward of one microbatch."""
+        """The weights' part of the backward of one microbatch; after the last one sums of gradients begin."""
         first = [leaf for leaf in self.submod.parameters() if leaf.grad is None]
         cast = [
             (leaf, leaf.grad, leaf.grad_dtype)
@@ -179,7 +197,7 @@ class OwnStage(pipelining.PipelineStage):
             if leaf.grad is not None:
                 leaf.grad = leaf.grad.clone()
         runner: Any = self.submod
-        runner.scatter()
+        runner.scatter(last=last_backward)
 
     def _weights_of_several_uses(self, chunk: int) -> None:
         """Add the gradients of weights with several intermediates (runtime.split_backward) for microbatch `chunk`;

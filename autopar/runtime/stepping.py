@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ class Runner(nn.Module):
         """Run one microbatch."""
         engine, stage = self._engine[0], self._stage[0]
         with ExitStack() as stack:
-            stack.enter_context(regather.regathering(engine.syncs[stage.index]))
+            stack.enter_context(regather.regathering(self._sync))
             arrived = [_Arrive.apply(x) if x.requires_grad else x for x in received]
             sends, results = engine.run(stage, arrived, engine.micro, int(microbatch), engine.sizes)
         if stage.index == engine.last:
@@ -82,10 +82,21 @@ class Runner(nn.Module):
         self.going = [tensor.detach() for tensor in made]
         return left(made)
 
-    def scatter(self) -> None:
-        """Reduce the gradients that are reduced after every microbatch: in a split backward no hook of a leaf is
-        called."""
-        self._engine[0].syncs[self._stage[0].index].flush(each=True)
+    @property
+    def _sync(self) -> GradSync:
+        return self._engine[0].syncs[self._stage[0].index]
+
+    def summing(self) -> AbstractContextManager[None]:
+        """A context for the last backward: gradients are summed over ranks as they arrive, while other stages go on."""
+        return self._sync.summing(finish=False)
+
+    def scatter(self, *, last: bool) -> None:
+        """Reduce the gradients that are reduced after every microbatch, or begin to reduce all after the `last` one: in
+        a split backward no hook of a leaf is called."""
+        if last:
+            self._sync.begin()
+        else:
+            self._sync.flush(each=True)
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
         """The leaves that autograd sees."""

@@ -98,8 +98,8 @@ class Rank:
         at_once: bool = False,
     ) -> None:
         """Append the backward of a stage, or its `part` "inputs" or "weights". The reductions of `buckets` start in it,
-        as their gradients arrive. `at_once`: it follows its forward directly, so that its first gathers begin with
-        it."""
+        as their gradients arrive (`finish` ends them). `at_once`: it follows its forward directly, so that its first
+        gathers begin with it."""
         self.during, self._ahead = part, Ahead(self, _fetches_back(turns) if part != "weights" else [])
         if at_once:
             self._ahead.go_on()
@@ -116,7 +116,6 @@ class Rank:
             self.instance = turn.instance
             self._back(turn, part, [missing[member] for member in arrivals.get(index, ())])
         self._late.drain()
-        self.finish(buckets)
 
     def _arrived(self, buckets: Sequence[GradientBucket]) -> None:
         """One more gradient of each of these buckets has arrived; start the buckets that are full."""
@@ -274,19 +273,38 @@ class Ran:
         return self.timeline.length_s
 
     @cached_property
+    def begun(self) -> Ran:
+        """All but the sums of gradients, and the copies around these that come before its end."""
+        ends_s = [end for end, mark in zip(self.timeline.end_s, self.marks, strict=True) if mark.during != "sync"]
+        kept = [
+            index
+            for index, (begin, mark) in enumerate(zip(self.timeline.begin_s, self.marks, strict=True))
+            if mark.during != "sync" or (mark.piece.axis < 0 and begin < max(ends_s, default=0.0))
+        ]
+        begin_s, end_s = (tuple([each[i] for i in kept]) for each in (self.timeline.begin_s, self.timeline.end_s))
+        tasks, marks = tuple([self.tasks[i] for i in kept]), tuple([self.marks[i] for i in kept])
+        return Ran(tasks, marks, Timeline(begin_s, end_s))
+
+    @property
+    def sums(self) -> list[tuple[float, float]]:
+        """The (begin, end) of the collectives that sum gradients."""
+        times = zip(self.timeline.begin_s, self.timeline.end_s, self.marks, strict=True)
+        return [(begin, end) for begin, end, mark in times if mark.during == "sync" and mark.piece.axis >= 0]
+
+    @cached_property
     def compute_s(self) -> float:
         """Seconds in which the rank computes, collectives inside operators left out."""
-        return _covered(self._spans(computing=True))
+        return covered(self._spans(computing=True))
 
     @cached_property
     def exposed_s(self) -> float:
         """Seconds in which the rank communicates and does not compute."""
-        return _covered([*self._spans(computing=True), *self._spans(computing=False)]) - self.compute_s
+        return covered([*self._spans(computing=True), *self._spans(computing=False)]) - self.compute_s
 
     @cached_property
     def communication_s(self) -> float:
         """Seconds in which the rank communicates, beside compute or not."""
-        return _covered(self._spans(computing=False))
+        return covered(self._spans(computing=False))
 
     @cached_property
     def launches(self) -> int:
@@ -327,7 +345,7 @@ def _fetches_back(turns: Sequence[Turn]) -> list[Fetch]:
     return found
 
 
-def _covered(spans: Sequence[tuple[float, float]]) -> float:
+def covered(spans: Sequence[tuple[float, float]]) -> float:
     """Seconds that lie in at least one span."""
     total, until = 0.0, 0.0
     for begin, end in sorted(spans):

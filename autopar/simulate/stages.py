@@ -24,6 +24,21 @@ from autopar.simulate.sync import Sync
 from autopar.simulate.work import Turn, Walk
 
 
+@dataclass(frozen=True)
+class Sums:
+    """The sums of the gradients of a stage: with nothing beside them (`alone`), and with the `last` backward.
+
+    lead_s, left_s    when they begin after its begin, and when they end after its end
+    copies_s          copies around them that come later than it
+    """
+
+    alone: Ran
+    last: Ran
+    lead_s: float
+    left_s: float
+    copies_s: float
+
+
 @dataclass(eq=False)
 class Stages:
     """The stages of one plan. `program` has the sizes of one microbatch."""
@@ -33,6 +48,7 @@ class Stages:
     program: Program
     cluster: Cluster
     _ran: dict[tuple[int, str], Ran] = field(default_factory=dict)
+    _sums: dict[int, Sums] = field(default_factory=dict)
 
     @staticmethod
     def of(gm: fx.GraphModule, plan: Plan) -> Stages:
@@ -93,9 +109,10 @@ class Stages:
                     if part != "inputs" and (bucket.each or part == "last")
                 ]
                 during = "backward" if part == "last" else part
-                rank.backward(self.turns[stage], buckets, during)
-                if part != "inputs":
+                if part != "inputs":  # before sums of these gradients
                     rank.local(self.adding(stage), during)
+                rank.backward(self.turns[stage], buckets, during)
+                rank.finish(buckets)
             self._ran[key] = rank.run()
         return self._ran[key]
 
@@ -111,19 +128,31 @@ class Stages:
         rank.forward(turns)
         if self.training:
             rank.backward(turns, buckets, at_once=True)
+            rank.finish(buckets)
             rank.local(self.optimizer(0), "optimizer")
         return rank.run()
 
-    def sums(self, place: int) -> Ran:
-        """What a place does once per step, one stage after the other: the gathers of leaves, and of several places the
-        reductions of gradients after the last microbatch."""
+    def leaves(self, place: int) -> Ran:
+        """The gathers of leaves of a place, once per step, one stage after the other."""
         rank = self.rank(place)
         for view, turns, stage in zip(self.views, self.turns, self.plan.stages, strict=True):
             if stage.place == place:
-                buckets = self.syncs[place].gradient_buckets(view, turns)
                 rank.gather_all(self.syncs[place].leaf_buckets(view, turns))
-                rank.finish([bucket for bucket in buckets if not bucket.each and self.plan.places > 1])
         return rank.run()
+
+    def sums(self, stage: int) -> Sums:
+        """The sums of the gradients of one of several stages, once per step."""
+        key = self._first[stage]
+        if key not in self._sums:
+            place, whole = self.plan.stages[stage].place, self.ran(stage, "last")
+            buckets = self.syncs[place].gradient_buckets(self.views[stage], self.turns[stage])
+            rank = self.rank(place)
+            rank.finish([bucket for bucket in buckets if not bucket.each])
+            alone, last = rank.run(), whole.begun
+            lead_s, left_s = min(whole.sums, default=(0.0, 0.0))[0], max((end for _, end in whole.sums), default=0.0)
+            copies_s = whole.compute_s - last.compute_s
+            self._sums[key] = Sums(alone, last, lead_s, max(0.0, left_s - last.length_s), copies_s)
+        return self._sums[key]
 
     def optimizer(self, place: int) -> Piece:
         """The optimizer's step over what a rank of `place` holds."""

@@ -7,6 +7,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import fx
 
@@ -18,14 +19,15 @@ from autopar.plan import Plan
 from autopar.problem.graph import Op
 from autopar.problem.read_graph import read
 from autopar.simulate import schedule
+from autopar.simulate.endings import Ending, Endings, begins_in
 from autopar.simulate.engine import Task, Timeline, run
 from autopar.simulate.memory import over_time
-from autopar.simulate.rank import Ran
+from autopar.simulate.rank import Ran, covered
 from autopar.simulate.result import Place, Simulation, Span
 from autopar.simulate.stages import Stages
 
-# a task after the last action of a place: its number, "sync" or "optimizer", and its own tasks if there are any
-Ending = tuple[int, str, Ran | None]
+# stream and kind of an Ending, if it is no action
+STREAMS = {"sums": ("sums", "all_reduce"), "copies": ("compute", "copy")}
 # kind of an action -> the pass of a stage (Stages.ran)
 PARTS = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
 # spans of all actions; beyond it only the first and the last microbatch are shown operator by operator
@@ -117,14 +119,23 @@ class _Pipeline:
     tasks: list[Task] = field(default_factory=list)
     actions: list[Action | None] = field(default_factory=list)
 
+    @cached_property
+    def last(self) -> dict[int, Action]:
+        """By stage, the action that completes its gradients."""
+        return {action.stage: action for line in self.lines for action in line if action.kind in "BW"}
+
     def ran(self, action: Action) -> Ran | None:
         """The simulated rank of an action; None for a "W" of a stage whose backward is not split, which has run with
         its "I"."""
         part, view, plan = PARTS[action.kind], self.stages.views[action.stage], self.stages.plan
         if part in ("inputs", "weights") and not view.separable:
             return self.stages.ran(action.stage, "backward") if part == "inputs" else None
-        if part == "backward" and plan.places == 1 and action.microbatch + 1 == plan.microbatches:
-            part = "last"  # sums of gradients run beside it
+        if part == "backward" and action == self.last.get(action.stage):
+            if plan.places == 1:
+                return self.stages.ran(action.stage, "last")
+            sums = self.stages.sums(action.stage) if begins_in(action) else None
+            if sums and sums.alone.tasks and self.stages.pieces[plan.stages[0].place].prices.overlap > 0.0:
+                return sums.last
         return self.stages.ran(action.stage, part)
 
     def places(self) -> list[Place]:
@@ -144,7 +155,12 @@ class _Pipeline:
             return host_s[action.stage] + (0.0 if ran is None else ran.length_s)
 
         self.tasks, self.actions = schedule.tasks(self.lines, where, took_s, sends, alone)
-        ends = self._endings() if self.stages.training else [[] for _ in self.lines]
+        numbers = {action: index for index, action in enumerate(self.actions) if action is not None}
+        ends = (
+            Endings(self.stages, self.tasks, numbers, self.lines, self.last).added()
+            if self.stages.training
+            else [[] for _ in self.lines]
+        )
         timeline = run(self.tasks, {schedule.CORES: plan.places / alone})
         mine: list[list[int]] = [[] for _ in self.lines]
         for index, action in enumerate(self.actions):
@@ -157,76 +173,36 @@ class _Pipeline:
         """Seconds of the host of a place for one action."""
         return self.stages.places.device(place).action_s if self.stages.plan.places > 1 else 0.0
 
-    def _endings(self) -> list[list[Ending]]:
-        """Add the tasks of each place after its last action: reductions of gradients, sums of shared weights over
-        places, optimizer."""
-        found: list[list[Ending]] = [[] for _ in self.lines]
-        for place, ending in enumerate(found):
-            sums = self.stages.sums(place)
-            ending.append((self._add(Task("sums of gradients", f"place {place}", sums.length_s)), "sync", sums))
-        before = [ending[-1][0] for ending in found]
-        for shared in self.stages.shared:
-            for place in shared.places:
-                found[place].append(
-                    (
-                        self._add(
-                            Task(
-                                f"gradients of {', '.join(shared.names)} over places",
-                                f"place {place}",
-                                shared.seconds,
-                                tuple(before[p] for p in shared.places),
-                            )
-                        ),
-                        "sync",
-                        None,
-                    )
-                )
-        for place, ending in enumerate(found):
-            ending.append(
-                (
-                    self._add(Task(self.stages.plan.optimizer, f"place {place}", self.stages.optimizer(place).seconds)),
-                    "optimizer",
-                    None,
-                )
-            )
-        return found
-
-    def _add(self, task: Task) -> int:
-        """Append a task. Returns its number."""
-        self.tasks.append(task)
-        self.actions.append(None)
-        return len(self.tasks) - 1
-
     def _place(
         self, place: int, timeline: Timeline, mine: Sequence[int], ending: Sequence[Ending], detailed: bool
     ) -> Place:
         """The result of one place: `mine` are its tasks in `timeline`, `ending` those after its last action."""
-        did = [ran for index in mine if (ran := self.ran(self._action(index))) is not None]
-        sums = [own for *_, own in ending if own is not None]
-        shared_s, optimizer_s = (
-            sum(
-                timeline.end_s[index] - timeline.begin_s[index]
-                for index, kind, own in ending
-                if kind == what and own is None
-            )
-            for what in ("sync", "optimizer")
-        )
-        pace = self._pace(
-            place,
-            sum(timeline.end_s[index] - timeline.begin_s[index] for index in mine),
-            sum(ran.length_s for ran in did),
+        did = [(index, ran) for index in mine if (ran := self.ran(self._action(index))) is not None]
+        did += [(index, own) for index, what, own in ending if what == "sync" and own is not None]
+        times = [(begin, end) for begin, end in zip(timeline.begin_s, timeline.end_s, strict=True)]
+        copies_s, shared_s, optimizer_s = (
+            sum(times[index][1] - times[index][0] for index, kind, own in ending if kind == what and own is None)
+            for what in ("copies", "sync", "optimizer")
         )
         compute_s, exposed_s, communication_s = (
-            pace * sum(map(part, did)) + sum(map(part, sums))
+            sum(_pace(ran, *times[index]) * part(ran) for index, ran in did)
             for part in map(operator.attrgetter, ("compute_s", "exposed_s", "communication_s"))
         )
-        hidden_s, exposed_s = communication_s - exposed_s, exposed_s + shared_s
-        times = [(timeline.begin_s[index], timeline.end_s[index]) for index in mine]
+        # sums of gradients beside actions
+        sums = [times[index] for index, what, _ in ending if what == "sums"]
+        beside = [span for index, ran in did for span in self._beside(sums, ran, *times[index])]
+        moves = [(span.begin_s, span.end_s) for span in beside if span.kind not in ("compute", "copy")]
+        works = [(span.begin_s, span.end_s) for span in beside]
+        works += [times[index] for index, what, _ in ending if what == "copies"]
+        more_s = covered([*sums, *works]) - covered(works)
+        hidden_s = communication_s - exposed_s + covered([*sums, *moves]) - covered(moves) - more_s
+        exposed_s, compute_s = exposed_s + more_s + shared_s, compute_s + copies_s
+        phases = [times[index] for index in mine]
         if ending:
-            synced = [index for index, what, _ in ending if what == "sync"]
-            last = timeline.end_s[ending[-1][0]]
-            times += [(timeline.begin_s[synced[0]], timeline.end_s[synced[-1]]), (timeline.end_s[synced[-1]], last)]
-        memory = over_time(self.held[place].levels(), times)
+            begun = max((end for _, end in phases), default=0.0)
+            *_, synced = (index for index, what, _ in ending if what == "sync")
+            phases += [(begun, times[synced][1]), (times[synced][1], times[ending[-1][0]][1])]
+        memory = over_time(self.held[place].levels(), phases)
         return Place(
             place,
             self.stages.plan.stages_on(place),
@@ -236,15 +212,16 @@ class _Pipeline:
             timeline.length_s - compute_s - exposed_s - optimizer_s,
             optimizer_s,
             memory,
-            sum(ran.launches for ran in (*did, *sums)),
+            sum(ran.launches for _, ran in did)
+            + sum(own.launches for _, what, own in ending if what == "sums" and own),
             lambda: self._spans(place, timeline, mine, ending, detailed),
         )
 
-    def _pace(self, place: int, took_s: float, work_s: float) -> float:
-        """The factor from a place's seconds by itself (`work_s`) to its seconds in the pipeline (`took_s`): below 1
-        where other places leave cores free, above 1 with the host's work for actions."""
-        device = self.stages.places.device(place)
-        return took_s / work_s if work_s > 0 and (device.alone > 1 or device.action_s > 0) else 1.0
+    def _beside(self, sums: Sequence[tuple[float, float]], ran: Ran, begin_s: float, end_s: float) -> list[Span]:
+        """What `ran`, from `begin_s` to `end_s`, has done in that time; nothing where no `sums` run beside it."""
+        if not any(begin < end_s and begin_s < end for begin, end in sums):
+            return []
+        return spans(ran, begin_s, _pace(ran, begin_s, end_s))
 
     def _action(self, index: int) -> Action:
         """The action that task number `index` stands for."""
@@ -266,14 +243,21 @@ class _Pipeline:
             made.append(span(index, "actions", "action"))
             ran = self.ran(self._action(index))
             if ran is not None and (detailed or self._action(index).microbatch in (0, last)):
-                took_s = timeline.end_s[index] - timeline.begin_s[index]
-                made += spans(ran, timeline.begin_s[index], self._pace(place, took_s, ran.length_s))
-        for index, _, sums in ending:
-            made.append(span(index, "actions", "action"))
-            made += spans(sums, timeline.begin_s[index]) if sums is not None else []
+                begin_s, end_s = timeline.begin_s[index], timeline.end_s[index]
+                made += spans(ran, begin_s, _pace(ran, begin_s, end_s))
+        for index, what, own in ending:
+            stream, kind = STREAMS.get(what, ("actions", "action"))
+            made.append(span(index, stream, kind))
+            made += spans(own, timeline.begin_s[index]) if own is not None and what == "sync" else []
         return made + [
             span(index, "sends", "send") for index, task in enumerate(self.tasks) if task.stream == schedule.link(place)
         ]
+
+
+def _pace(ran: Ran, begin_s: float, end_s: float) -> float:
+    """The factor from the seconds of `ran` by itself to its seconds in the pipeline: below 1 where other places leave
+    cores free, above 1 with the host's work for actions, and beside sums of gradients."""
+    return (end_s - begin_s) / ran.length_s if ran.length_s > 0 else 1.0
 
 
 def _flops(op: Op, stages: Stages) -> float:

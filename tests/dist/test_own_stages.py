@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -52,7 +53,11 @@ class Part(nn.Module):
         self.left += map(weakref.ref, self.going)
         return left((y, y * 2))
 
-    def scatter(self) -> None:
+    def summing(self) -> AbstractContextManager[None]:
+        """Gradients are where they rest."""
+        return nullcontext()
+
+    def scatter(self, *, last: bool) -> None:
         """Gradients are where they rest."""
 
 
@@ -143,6 +148,10 @@ class Ends(nn.Module):
         loss = x.sum() * self.weight
         loss.register_hook(self.end)
         return loss if self.where == "backward" else self.end(loss)
+
+    def summing(self) -> AbstractContextManager[None]:
+        """Gradients are where they rest."""
+        return nullcontext()
 
     def end(self, _: Tensor) -> Tensor:
         raise self.error from KeyError("why")

@@ -32,6 +32,9 @@ FAST: list[tuple[str, Sizes, str, int, int, str, int]] = [
     ("gpt", (2, 2), "hsdp", 1, 2, "gpipe", 1),
     ("hf-bert", (1,), "single", 4, 2, "gpipe", 1),  # fewer microbatches than places
     ("hf-bert", (1,), "single", 4, 2, "zbv_zero_bubble", 2),
+    # sums of gradients begin stage by stage
+    ("hf-gpt2", (2,), "zero1", 2, 4, "interleaved_1f1b", 2),
+    ("gpt", (2,), "ddp", 2, 4, "1f1b", 1),
 ]
 LOOPED = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
 MODELS = ("hf-gpt2", "hf-llama-deep", "hf-t5", "hf-vit", "hf-bert")

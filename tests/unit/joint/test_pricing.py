@@ -159,10 +159,10 @@ def test_a_glance_at_what_can_be_taken_apart_begins_at_the_choices_of_all() -> N
     pricing, shape = Pricing(context, SEARCH), Shape(2, (4,), 4)
     table = next(table for table in pricing.tables(shape) if table.schedule.splits_backward)
     models = pricing.models(shape)
-    start = context.solve(models, table, "none", exact=False).solution.choice
+    start = context.solve(models, table, "none", exact=False, beside=False).solution.choice
 
     def time_s(*, exact: bool, start: tuple[int, ...] | None = None) -> float:
-        chosen = context.solve(models.separable, table, "none", exact=exact, start=start)
+        chosen = context.solve(models.separable, table, "none", exact=exact, start=start, beside=False)
         return chosen.model.problem.price(chosen.solution.choice).time_s
 
     assert not models.separable.micro.problem.price(start).feasible

@@ -19,10 +19,11 @@ from autopar.pipeline.balance import balance
 from autopar.pipeline.cut_search import Shifting
 from autopar.pipeline.filling import Cuts
 from autopar.pipeline.in_flight import place_bytes
-from autopar.pipeline.makespan import KINDS
+from autopar.pipeline.makespan import numbers
 from autopar.pipeline.orders import StageTime
 from autopar.pipeline.rerun_counts import fitted
 from autopar.pipeline.stretches import Cost, Pieces
+from autopar.pipeline.summing import Summing
 from tests.helpers.examples import examples
 
 TABLES = [
@@ -58,8 +59,11 @@ SENDS_S = [0.1 * (stop % 3) for stop in range(25)]
 
 
 def _time(stage: int, part: Sequence[Cost], send_s: float) -> StageTime:
-    forward_s, seconds = sum(c.forward_s for c in part), sum(c.micro_s for c in part)
-    return StageTime(forward_s, (seconds - forward_s) / 2, (seconds - forward_s) / 2, send_s)
+    forward_s, seconds, sums_s = (
+        sum(getattr(c, name) for c in part) for name in ("forward_s", "micro_s", "rest_bytes")
+    )
+    half_s = (seconds - forward_s) / 2
+    return StageTime(forward_s, half_s, half_s, send_s, 0.0, Summing(sums_s, sums_s / 2, sums_s / 8, 0.2))
 
 
 def _step_s(table: Timetable, pieces: Pieces, bounds: Sequence[int], again: Sequence[int]) -> float:
@@ -103,18 +107,16 @@ def test_all_that_are_searched_are_tested() -> None:
 @pytest.mark.parametrize("table", TABLES, ids=str)
 def test_ways_side_by_side_take_what_each_takes(table: Timetable) -> None:
     drawn = np.random.default_rng(7)
-    took_s, send_s = (
-        drawn.uniform(0.0, 3.0, (len(KINDS), table.stages, 700)),
-        drawn.uniform(0.0, 1.0, (table.stages, 700)) * (drawn.uniform(size=(table.stages, 1)) < 0.7),
-    )
-    took_s[KINDS.index("B")] = took_s[KINDS.index("I")] + took_s[KINDS.index("W")]
-    ends = table.ends_all_s(took_s, send_s)
+    some = drawn.uniform(size=(2, table.stages)) < 0.7  # stages that send, and that sum gradients
+
+    def time(stage: int) -> StageTime:
+        took, (sent, *sums) = drawn.uniform(0.0, 3.0, 3), drawn.uniform(0.0, 1.0, 4) * some[[0, 1, 1, 1], stage]
+        return StageTime(*took.tolist(), float(sent), 0.0, Summing(*map(float, sums), 0.2))
+
+    ways = [[time(stage) for stage in range(table.stages)] for _ in range(700)]
+    ends = table.ends_all_s(np.array([[*map(numbers, way)] for way in ways]).transpose(2, 1, 0))
     for way in range(0, 700, 70):
-        times = [
-            StageTime(*(float(took_s[KINDS.index(kind), stage, way]) for kind in "FIW"), float(send_s[stage, way]))
-            for stage in range(table.stages)
-        ]
-        assert ends[:, way] == pytest.approx(table.ends_s(times), rel=1e-12)
+        assert ends[:, way] == pytest.approx(table.ends_s(ways[way]), rel=1e-12)
 
 
 def _drawn(table: Timetable, data: st.DataObject) -> tuple[Pieces, list[int], list[float], Cuts] | None:

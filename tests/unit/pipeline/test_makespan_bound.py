@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from autopar.joint.timetables import SEARCHED, Kind, Timetable, flow_of
 from autopar.pipeline.makespan_bound import Example, Least, least, mean
 from autopar.pipeline.orders import StageTime
+from autopar.pipeline.summing import Summing
 from tests.helpers.examples import examples
 
 SECONDS = st.one_of(st.just(0.0), st.floats(0.01, 10.0))
@@ -22,7 +25,13 @@ SHAPES = {
     Kind("zbv_zero_bubble", 2): (3, 5),
     Kind("dualpipev", 2): (2, 5),
 }
-EXAMPLES = Example(1.0, 2.0, 0.9, 0.06), Example(1.0, 2.0, 0.0, 3.0), Example(1.0, 1.0, 1.0, 0.0)
+EXAMPLES = (
+    Example(1.0, 2.0, 0.9, 0.06, 2.0),
+    Example(1.0, 2.0, 0.0, 3.0),
+    Example(1.0, 1.0, 1.0, 0.0),
+    Example(1.0, 2.0, 0.9, 0.0, 9.0),
+)
+SHARE = 0.2
 
 
 def _weights(kind: Kind, example: Example, sends_s: tuple[float, ...] = ()) -> Least:
@@ -44,17 +53,19 @@ def test_no_stages_are_faster(kind: Kind, data: st.DataObject) -> None:
     table = Timetable(kind, places, microbatches)
     sends = data.draw(st.lists(SECONDS, min_size=table.stages - 1, max_size=table.stages - 1))
     weights = _weights(kind, data.draw(st.sampled_from(EXAMPLES)), tuple(sends))
-    draw = data.draw(st.lists(st.tuples(*[SECONDS] * 4), min_size=table.stages, max_size=table.stages))
+    draw = data.draw(st.lists(st.tuples(*[SECONDS] * 5), min_size=table.stages, max_size=table.stages))
     once = data.draw(st.lists(SECONDS, min_size=places, max_size=places))
     longer = data.draw(st.sampled_from([0.0, 0.5]))  # sends may take longer than they do at least
-    times = [
-        StageTime(forward, inputs, late, sent + longer, both)
-        for (forward, inputs, late, both), sent in zip(draw, [*sends, 0.0], strict=True)
-    ]
+    times = []
+    for (forward, inputs, late, both, sums), sent in zip(draw, [*sends, 0.0], strict=True):
+        left = max(sums / 4, sums - (both or inputs + late))
+        times.append(StageTime(forward, inputs, late, sent + longer, both, Summing(sums, left, 0.1 * sums, SHARE)))
     whole = sum(min(time.inputs_s + time.weights_s, time.of("B")) for time in times)
     compute = sum(min(time.inputs_s, time.of("B")) for time in times)
     took = max(end + late for end, late in zip(table.ends_s(times, whole=True), once, strict=True))
-    assert weights.step_s(Example(sum(t.forward_s for t in times), whole, compute, sum(once))) <= took * (1 + 1e-9)
+    summed = sum(time.summing.whole_s for time in times)
+    least_s = weights.step_s(Example(sum(t.forward_s for t in times), whole, compute, sum(once), summed))
+    assert least_s <= took * (1 + 1e-9)
 
 
 def test_all_that_are_searched_are_tested() -> None:
@@ -69,8 +80,19 @@ def test_the_bubble_is_seen(kind: Kind) -> None:
     table = Timetable(kind, places, microbatches)
     third, split = 1 / table.stages, table.schedule.splits_backward
     even = StageTime(third, third, third, 0.0, 2 * third) if split else StageTime(third, 2 * third)
+    sums_s = EXAMPLES[0].sums_s / table.stages
+    even = replace(even, summing=Summing(sums_s, max(sums_s / 4, sums_s - even.of("B")), 0.0, SHARE))
     length = max(table.ends_s([even] * table.stages, whole=True)) + EXAMPLES[0].once_s / places
     assert mean(places, microbatches).step_s(EXAMPLES[0]) < weights.step_s(EXAMPLES[0]) <= length * (1 + 1e-9)
+
+
+def test_sums_that_nothing_overlaps_are_seen() -> None:
+    """One stage on each place, whose sums take longer than all else: 20 s on some place, begun in its last
+    backward. Before that come four forwards of the model on it and the places before it, and three backwards."""
+    example = Example(1.0, 2.0, 0.0, 0.0, 60.0)
+    even = StageTime(1 / 3, 2 / 3, summing=Summing(20.0, 20.0 - 2 / 3, 0.0, SHARE))
+    took_s = max(Timetable(Kind("1f1b"), *SHAPES[Kind("1f1b")]).ends_s([even] * 3, whole=True))
+    assert 24.0 < _weights(Kind("1f1b"), example).step_s(example) < took_s
 
 
 def test_one_stage_on_each_place_waits_for_the_first_and_the_last() -> None:

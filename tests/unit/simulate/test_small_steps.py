@@ -98,7 +98,7 @@ def test_sums_of_several_microbatches_run_beside_the_last_backward(cluster: str,
     chosen = found.chosen
     beside_s, after_s = (
         sum(
-            cost.once_s - cost.update_s
+            cost.once_s - cost.update_s + cost.summed_s
             for cost in costs(
                 found.program,
                 chosen.models.micro,

@@ -12,6 +12,7 @@ from autopar.memory import predict
 from autopar.pipeline.makespan import step_s
 from autopar.pipeline.orders import StageTime, orders
 from autopar.pipeline.schedules import SCHEDULES
+from autopar.pipeline.summing import Summing
 from autopar.problem.read_graph import read
 from autopar.simulate import Simulation, simulate
 from autopar.simulate.stages import Stages
@@ -46,13 +47,13 @@ def test_closed_formulas_agree_on_every_schedule(schedule: str, places: int, vir
             stages.ran(stage, part).length_s
             for part in (("inputs", "weights") if split and view.separable else ("backward",))
         ]
+        forward_s, sums = stages.ran(stage, "forward").length_s, stages.sums(stage)
+        summing = Summing(late_s=sums.alone.length_s)  # on a CPU
         times.append(
-            StageTime(
-                stages.ran(stage, "forward").length_s, back[0], back[1] if len(back) > 1 else 0.0, stages.send_s(stage)
-            )
+            StageTime(forward_s, back[0], back[1] if len(back) > 1 else 0.0, stages.send_s(stage), summing=summing)
         )
     where = [stage.place for stage in stages.plan.stages]
-    once = max(stages.sums(place).length_s + stages.optimizer(place).seconds for place in range(places))
+    once = max(stages.leaves(place).length_s + stages.optimizer(place).seconds for place in range(places))
     shared = sum(shared.seconds for shared in stages.shared)
     closed = step_s(orders(schedule, places, count, 8), times, where) + once + shared
     assert found.step_s == pytest.approx(closed, rel=0.03)

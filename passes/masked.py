@@ -169,12 +169,20 @@ def _first(node: fx.Node, known: Known) -> Whole | None:
         return None
     if node.target is aten.matmul.default and facts.rank(node.args[1]) > 2:
         return None
+    if node.target in NORMS and _divides_by_zero(node):
+        return None
     if (found := _operands(node, known, node.args[:1])) is None:
         return None
     return Whole(
         edit.call(node, node.target, found[0][0], *node.args[1:], **node.kwargs),
         found[1],
     )
+
+
+def _divides_by_zero(norm: fx.Node) -> bool:
+    """Whether a norm of a row of equal numbers is nan, as one of zeros is: where nothing is added to its variance."""
+    eps = edit.args_of(norm)["eps"]  # none: the dtype's own
+    return eps is not None and eps < torch.finfo(torch.float32).tiny
 
 
 def _along(node: fx.Node, known: Known, *, new: int = 0) -> Whole | None:
@@ -344,9 +352,11 @@ ELEMENTS = (
 )
 """Losses with one term per element."""
 
+NORMS = (aten.layer_norm.default, aten.rms_norm.default)
+
 ROWWISE: dict[Any, Callable[[fx.Node, Known], Whole | None]] = {
     **dict.fromkeys(FINITE_AT_ZERO, _pointwise),
-    **dict.fromkeys((aten.linear.default, aten.matmul.default, aten.layer_norm.default, aten.rms_norm.default), _first),
+    **dict.fromkeys((aten.linear.default, aten.matmul.default, *NORMS), _first),
     **dict.fromkeys(
         (
             aten.softmax.int,

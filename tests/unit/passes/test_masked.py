@@ -123,6 +123,8 @@ def test_what_is_not_picked_has_no_part_in_it() -> None:
         lambda net, h, y, m: h[m].square().log().mean(),
         lambda net, h, y, m: (h[m] / h.exp()[m]).sum(),
         lambda net, h, y, m: h[m].abs().sqrt().mean(),
+        lambda net, h, y, m: F.layer_norm(h[m], (D,), eps=0.0).square().mean(),
+        lambda net, h, y, m: F.rms_norm(h[m], (D,), eps=0.0).square().mean(),
     ],
 )
 def test_gradients_that_may_be_infinite_are_left_alone(loss: Callable[..., object]) -> None:

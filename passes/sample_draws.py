@@ -35,7 +35,10 @@ def sample_draws(gm: fx.GraphModule) -> fx.GraphModule:
     inputs = [
         node
         for node in gm.graph.find_nodes(op="placeholder")
-        if node.meta.get("role") == "input" and facts.shape(node)[:1] == (BATCH,) and not facts.dtype(node).is_complex
+        if node.meta.get("role") == "input"
+        and facts.shape(node)[:1] == (BATCH,)
+        and 0 not in facts.shape(node)  # it has no element of each sample
+        and not facts.dtype(node).is_complex
     ]
     source = min(inputs, key=facts.rank, default=None)
     for node in edit.calls(gm, *LIKE) if source is not None else ():

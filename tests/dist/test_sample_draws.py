@@ -72,3 +72,17 @@ class Dropped(nn.Module):
 def test_blocks_are_given_no_input_to_draw() -> None:
     gm = run(export_graph(Dropped(), (), {"x": torch.randn(4, 3, D)}, {"x": {0: B}}), NORMALIZE)
     assert any(node.target is torch.ops.aten.randint.low for node in gm.graph.nodes)
+
+
+class Continued(nn.Module):
+    """Noise of each sample beside a past that has no rows yet."""
+
+    def forward(self, past: Tensor, x: Tensor) -> Tensor:
+        return torch.cat([past, x], 1) * torch.randint(1, LEVELS, (x.shape[0],), device=x.device)[:, None, None]
+
+
+def test_an_input_without_elements_gives_no_sizes() -> None:
+    rows = {"past": torch.zeros(4, 0, D), "x": torch.randn(4, 3, D)}
+    gm = run(export_graph(Continued(), (), rows, {"past": {0: B}, "x": {0: B}}), NORMALIZE)
+    assert any(node.target is torch.ops.aten.randint_like.low_dtype for node in gm.graph.nodes)
+    assert_same(gm, Continued(), {"past": torch.zeros(6, 0, D), "x": torch.randn(6, 3, D)})

@@ -219,11 +219,10 @@ def size_lines(context: Context, names: Mapping[Ref, str]) -> list[str]:
 
 def even_lines(context: Context) -> list[str]:
     """The checks of sizes that must divide, in a forward of its own for each microbatch."""
-    batch, microbatches = re.compile(r"\bb\b"), context.plan.microbatches
-    lines = []
+    microbatches, lines = context.plan.microbatches, []
     for (size, axes, parts), why in context.even.items():
-        cut = f" // {microbatches}" if parts == 1 < microbatches and batch.search(size) else ""
-        lines.append(f"MESH.even({size!r}, {size}{cut}, {axes}, {why!r}{f', parts={parts}' if parts > 1 else ''})")
+        found = re.sub(r"\bb\b", f"(b // {microbatches})", size) if parts == 1 < microbatches else size
+        lines.append(f"MESH.even({size!r}, {found}, {axes}, {why!r}{f', parts={parts}' if parts > 1 else ''})")
     return lines
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import sympy
 
 from autopar.codegen.sizes import comment, local, must_divide, shape, text
+from autopar.codegen.tables import even_lines
 from autopar.layout import local_shape, parse
 from passes import facts
 from passes._torch import size_functions
@@ -177,3 +179,14 @@ def test_sizes_that_a_reshape_of_cut_dims_needs_to_be_even():
     assert must_divide((b, s, 8), ("S1",), (b, s, 2, 4), ("S1",), ()) == []
     assert must_divide((b, s, 8), ("S2",), (b, s, 2, 4), ("S2",), ()) == []  # plain sizes are checked when planning
     assert must_divide((b, s), ("S0", "S0"), (b * s,), ("S0", "S0"), (0,)) == [(b, (0, 1))]
+
+
+@pytest.mark.parametrize("size", [B, B * S, B * (S + 8), B + S, B * B])
+def test_sizes_of_a_microbatch_are_checked(size: sympy.Expr) -> None:
+    """The whole formula with the microbatch's samples, whatever the batch is added to or multiplied by."""
+    found: list[int] = []
+    context = SimpleNamespace(plan=SimpleNamespace(microbatches=2), even={(text(size), (0,), 1): "reshape"})
+    mesh = SimpleNamespace(even=lambda name, size, axes, why: found.append(size))
+    (line,) = even_lines(context)  # type: ignore[arg-type]
+    exec(line, {"b": 12, "s": 5, "MESH": mesh})
+    assert found == [size.subs({B: 6, S: 5})]

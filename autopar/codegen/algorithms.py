@@ -272,7 +272,7 @@ def _draw(call: PlannedCall) -> tuple[str, ...]:
     run = context.program.runs.get(op.scope)
     name = f"{run.whole}/{op.node.name}" if run is not None and run.whole else op.name
     once = context.plan.microbatches > 1 and not is_shard(context.micro((op.name, 0)))
-    layout = show(LayoutPair.of(call.node.outs[0]).value)
+    layout = show(op.drawn(LayoutPair.of(call.node.outs[0]).value))
     return (f'"{layout}"', f'key="{name}"', *(("once=True",) if once else ()), "mesh=MESH")
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from autopar.buckets import BUCKET_BYTES
+from autopar.layout import Layout, dim_of, is_shard
 from autopar.rules.arguments import bias_of, given
 from autopar.rules.language import Call, Tensor
 from autopar.rules.rule import Rule
@@ -149,6 +150,14 @@ class Op:
         """Whether it draws random numbers; attention does only with dropout."""
         tagged = torch.Tag.nondeterministic_seeded in getattr(self.target, "tags", ())
         return tagged and not (self.target is ATTENTION and given(self.call)["dropout_p"] == 0.0)
+
+    def drawn(self, layout: Layout) -> Layout:
+        """How the random numbers for a result in `layout` are cut. Attention draws one for each score, the same for all
+        features of the values, so that ranks which split these draw the same."""
+        if self.target is not ATTENTION:
+            return layout
+        features = len(self.call.outs[0].sizes) - 1
+        return tuple("R" if is_shard(entry) and dim_of(entry) == features else entry for entry in layout)
 
     def needs_again(self, operand: int, *, first: bool = False) -> bool:
         """Whether the backward (with `first`: of the first block of a run) reads operand number `operand`, and the copy

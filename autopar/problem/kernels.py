@@ -143,7 +143,7 @@ class _Shard:
         sizes = op.call.outs[0].sizes
         if op.target is ATTENTION:
             sizes = (*sizes[:-1], op.call.ins[1].sizes[-2])
-        drawn = most_elements(sizes, tuple(o.outs[0].value for o in self.options), self.sizes)
+        drawn = most_elements(sizes, op.drawn(tuple(o.outs[0].value for o in self.options)), self.sizes)
         return drawing_s(drawn, self.device, masks=op.target in MASKS)
 
     def _beside_bytes(self) -> tuple[float, float]:

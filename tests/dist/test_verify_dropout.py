@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autopar.bundle import Bundle
 from autopar.capture import capture
@@ -39,6 +40,12 @@ class _Noisy(Subject):
         generator = torch.Generator().manual_seed(3)
         made = [torch.randn(batch, WIDTH, generator=generator) for _ in self.captured.input_names]
         return dict(zip(self.captured.input_names, made, strict=True))
+
+
+class _Rows(Subject):
+    def batch(self, batch: int = 8, seq: int = 6) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        return {name: torch.randn(batch, seq, WIDTH, generator=generator) for name in self.captured.input_names}
 
 
 @cache
@@ -94,6 +101,32 @@ def test_the_comparison_leaves_dropout_out_and_says_so(how: str) -> None:
     assert report.ok, report.worst
     assert any("dropout is off" in note and "2 operators" in note for note in report.notes)
     assert "dropout is off" in report.to_json()
+
+
+class Attends(nn.Module):
+    """Attention with dropout over values of which all features are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.queries(x)[:, None]
+        values = x[:, None, :, :1].expand(-1, -1, -1, WIDTH) + 0 * rows
+        h = F.scaled_dot_product_attention(rows, rows, values, dropout_p=0.5)
+        return (h[:, 0] - y).square().mean(), h[:, 0]
+
+
+def test_ranks_that_split_features_of_values_drop_the_same_scores() -> None:
+    """As one device drops them for all features."""
+    torch.manual_seed(0)
+    model, x = Attends(), torch.zeros(8, 6, WIDTH)
+    who = _Rows("attends", "train", capture(model, (x, x)), model.state_dict())
+    plan = by_chance(who, (2,), 0, {torch.ops.aten.scaled_dot_product_attention.default: ("v",)})
+    source = emit(who.captured.gm, plan, Names.of(who.captured))
+    for whole, _ in on_ranks(2, _step, plan, source, dict(who.weights), who.batch()):
+        assert (whole == 0).any() and (whole != 0).any()
+        torch.testing.assert_close(whole, whole[..., :1].expand_as(whole))
 
 
 class Paths(nn.Module):

@@ -199,7 +199,8 @@ class Drawing(nn.Module):
 def test_cpus_draw_one_number_after_the_other(
     body: Callable[[torch.Tensor], torch.Tensor], name: str, flops: int
 ) -> None:
-    """Where the device is as fast at all else the drawing is what is left; two ranks draw half of it each."""
+    """Where the device is as fast at all else the drawing is what is left; two ranks draw half of it each, but all
+    scores where they split features of values."""
     with torch.device("meta"):
         model, x = Drawing(body), torch.empty(128, 64)
     device, slower = (replace(Cluster.parse("cpu:1x2").device, vector_flops=rate) for rate in (1e18, 1e9))
@@ -207,7 +208,7 @@ def test_cpus_draw_one_number_after_the_other(
     op = next(op for op in program.ops.values() if name in op.name)
     for ways in (1, 2):
         options = table_of(program, ways, sections_of(program, None), None)[op.name]
-        option = next((o for o in options if o.outs[0].value == "S0"), options[0])
-        if ways == 1 or option.outs[0].value == "S0":
+        for option in [o for o in options if ways == 1 or o.outs[0].value in ("S0", "S3")]:
             seconds, floor = (Kernels(each, Settings()).seconds(op, (option,), (ways,))[0] for each in (slower, device))
-            assert seconds - floor == pytest.approx(flops * 128 / 1e9 / ways, rel=0.02)
+            drawn = flops * 128 / (1 if option.outs[0].value == "S3" else ways)
+            assert seconds - floor == pytest.approx(drawn / 1e9, rel=0.02)

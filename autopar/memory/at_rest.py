@@ -15,7 +15,7 @@ from autopar.pipeline.stage_views import View
 from autopar.problem.at_rest import EACH
 from autopar.problem.graph import Op
 
-ALWAYS = "the whole step"
+ALWAYS, WHOLE = "the whole step", "whole gradients"
 
 
 def instances(shares: Shares, views: Sequence[View]) -> dict[str, int]:
@@ -33,7 +33,8 @@ def instances(shares: Shares, views: Sequence[View]) -> dict[str, int]:
 
 
 def resting(shares: Shares, views: Sequence[View]) -> Iterator[Entry]:
-    """The entries of parameters with their gradients and optimizer state, of buffers and of inputs."""
+    """The entries of parameters with their gradients and optimizer state, of buffers and of inputs. Whole gradients
+    that microbatches add up, and that are scattered at the end of the step, are entries of their own."""
     counts = instances(shares, views)
     for op in shares.program.ops.values():
         count = counts[op.name]
@@ -45,8 +46,10 @@ def resting(shares: Shares, views: Sequence[View]) -> Iterator[Entry]:
             nbytes = float(elements(shares, op) * op.out_dtypes[0].itemsize * count)
             yield Entry("buffers", named(op), op.where, nbytes, count, ALWAYS, ALWAYS)
         elif op.role == "param":
-            held = _of_parameter(shares, op, count, 1.0 - _hosted(shares, views))
-            for kind, nbytes in asdict(held).items():
+            held = asdict(_of_parameter(shares, op, count, 1.0 - _hosted(shares, views)))
+            if held["gradients"]:
+                held[WHOLE] = _whole_bytes(shares, op, count)
+            for kind, nbytes in held.items():
                 if nbytes:
                     yield Entry(kind, named(op), op.where, nbytes, count, ALWAYS, ALWAYS)
 
@@ -74,16 +77,25 @@ def _of_parameter(shares: Shares, op: Op, count: int, on_device: float) -> Param
         leaf=leaf * count if lies.gathered else None,
         offload=plan.offload,
     )
-    # whole gradients, which are scattered once per step
-    accumulated = lies.gathered and EACH not in plan.nodes[op.name].runs
     if habits.standing and held.gradients:
-        numel = leaf * count if accumulated else shard * count
+        numel = leaf * count if _adds_up(shares, op) else shard * count
         held = replace(held, gradients=float(numel * (habits.gradient_bytes or _rest_itemsize(shares, op))))
-    elif accumulated and plan.microbatches > 1:
-        held = replace(held, gradients=held.gradients * (1 + leaf / max(shard, 1)))
     if habits.moment_bytes:
         held = replace(held, optimizer=held.optimizer * habits.moment_bytes / _rest_itemsize(shares, op))
     return replace(held, optimizer=held.optimizer * on_device, master=held.master * on_device)
+
+
+def _whole_bytes(shares: Shares, op: Op, count: int) -> float:
+    """Bytes of the whole gradients of `count` tensors of a parameter which several microbatches add up; 0 where they
+    are in standing buffers."""
+    if not _adds_up(shares, op) or shares.habits.standing or shares.plan.microbatches == 1:
+        return 0.0
+    return float(elements(shares, op) * count * _rest_itemsize(shares, op))
+
+
+def _adds_up(shares: Shares, op: Op) -> bool:
+    """Whether the gradient of a parameter is whole until it is scattered, once per step."""
+    return bool(shares.lies((op.name, 0)).gathered) and EACH not in shares.plan.nodes[op.name].runs
 
 
 def _rest_itemsize(shares: Shares, op: Op) -> int:

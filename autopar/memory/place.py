@@ -10,6 +10,7 @@ from functools import cached_property
 
 from autopar.memory.at_rest import (
     ALWAYS,
+    WHOLE,
     by_kind,
     host_bytes,
     instances,
@@ -123,7 +124,8 @@ class Holding:
         others. Where habits keep gradients in standing buffers, all are among the others."""
         if self.shares.habits.standing:
             return [], list(rest)
-        return [e for e in rest if e.kind == "gradients"], [e for e in rest if e.kind != "gradients"]
+        kinds = ("gradients", WHOLE)
+        return [e for e in rest if e.kind in kinds], [e for e in rest if e.kind not in kinds]
 
     def levels(self) -> list[Level]:
         """Bytes over time: of each action in order; in training then of the sums of gradients and of the optimizer's
@@ -358,7 +360,7 @@ class Holding:
 def _rested(still: Sequence[Entry], gradients: Sequence[Entry]) -> list[Entry]:
     """The entries of both that remain at the end of a step: not whole gradients, which have been scattered, nor inputs
     that were cast for its microbatches."""
-    return [*(e for e in still if e.kind != "pipeline buffers"), *(e for e in gradients if e.kind == "gradients")]
+    return [e for e in (*still, *gradients) if e.kind not in ("pipeline buffers", WHOLE)]
 
 
 def _merged(entries: Sequence[Entry]) -> list[Entry]:

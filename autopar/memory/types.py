@@ -46,8 +46,9 @@ class Place:
     """One place of a pipeline (the only one of a plan without): bytes on its fullest rank.
 
     `when` is the moment of the peak, and `entries` what is alive then, largest first. `rest` are the bytes by kind at
-    the end of a training step. `kept_bytes` is what one microbatch keeps for its backward in each of `stages`, and
-    `in_flight` of how many microbatches a stage keeps that when the place keeps most. `phases` are the peaks of the
+    the end of the last backward of a training step: of whole gradients those that several microbatches added up, which
+    are gone when they are scattered. `kept_bytes` is what one microbatch keeps for its backward in each of `stages`,
+    and `in_flight` of how many microbatches a stage keeps that when the place keeps most. `phases` are the peaks of the
     parts of a step: forward, backward, update. `host_bytes` is what one rank has in host memory."""
 
     number: int
@@ -68,7 +69,7 @@ class Place:
     @property
     def rest_bytes(self) -> float:
         """Bytes of weights, gradients, optimizer state, buffers and inputs."""
-        return sum(self.rest.values())
+        return sum(nbytes for kind, nbytes in self.rest.items() if kind != "whole gradients")
 
     @property
     def activations_bytes(self) -> float:

@@ -31,7 +31,7 @@ def summary(place: Place, title: str) -> Table:
     """What rests on a place, and the peaks of its step."""
     table = grid(title, "", "bytes", "", show_header=False)
     for kind, nbytes in place.rest.items():
-        table.add_row(kind, gibibytes(nbytes), "at rest")
+        table.add_row(kind, gibibytes(nbytes), "at rest" if kind != "whole gradients" else "until they are scattered")
     for stage, kept, flying in zip(place.stages, place.kept_bytes, place.in_flight, strict=True):
         table.add_row(
             "activations",
@@ -68,14 +68,13 @@ def _entries(entries: Sequence[Entry], shown: int) -> Table:
 def fit_row(place: Place, limit_bytes: float, *, fits: bool) -> list[str]:
     """The cells of one strategy: weights, gradients, optimizer and activations in full, what else is there at the peak,
     the peak, share, what is on the host, fits. Gradients come while activations go, so a peak is less than the sum."""
-    rest, peak = place.rest, place.peak_bytes
-    optimizer = rest.get("optimizer", 0.0) + rest.get("master", 0.0)
-    other = peak - sum(
-        place.by_kind().get(kind, 0.0) for kind in ("weights", "gradients", "optimizer", "master", "activations")
-    )
+    rest, peak, there = place.rest, place.peak_bytes, place.by_kind()
+    optimizer, whole = rest.get("optimizer", 0.0) + rest.get("master", 0.0), rest.get("whole gradients", 0.0)
+    other = peak - sum(there.get(kind, 0.0) for kind in ("weights", "gradients", "optimizer", "master", "activations"))
+    other -= min(whole, there.get("whole gradients", 0.0))
     return [
         gibibytes(rest.get("weights", 0.0)),
-        gibibytes(rest.get("gradients", 0.0)),
+        gibibytes(rest.get("gradients", 0.0) + whole),
         gibibytes(optimizer),
         gibibytes(place.activations_bytes),
         gibibytes(other),

@@ -18,6 +18,7 @@ from autopar.compiled import Compiled
 from autopar.memory import Place, memory_of, predict
 from autopar.memory.place import SUMS, UPDATE
 from autopar.plan import Plan
+from autopar.problem.graph import Program
 from autopar.problem.read_graph import read
 from models import gpt
 from tests.helpers.peak import beside_state, is_counted, update_on_rank
@@ -56,11 +57,15 @@ def bundled(who: Subject, made: Plan) -> Bundle:
     return Bundle(made, emit(who.captured.gm, made, Names.of(who.captured)), who.captured.constants)
 
 
+def at_size(who: Subject) -> Program:
+    """The graph at BATCH and SEQ."""
+    hints = who.captured.hints | {n: size for n, size in (("b", BATCH), ("s", SEQ)) if n in who.captured.hints}
+    return read(who.captured.gm, hints, training=True, device="cpu")
+
+
 def compared(who: Subject, made: Plan, within: float) -> tuple[tuple[Place, ...], list[int]]:
     """The peak of a step as predicted for each place and as counted: the places, and bytes on each rank."""
-    hints = who.captured.hints | {n: size for n, size in (("b", BATCH), ("s", SEQ)) if n in who.captured.hints}
-    bundle = bundled(who, made)
-    places = predict(read(who.captured.gm, hints, training=True, device="cpu"), made).places
+    bundle, places = bundled(who, made), predict(at_size(who), made).places
     return places, is_counted(places, bundle, who.weights, who.batch(BATCH, SEQ), within)
 
 
@@ -79,6 +84,17 @@ def test_the_peak_of_a_step_is_counted(name: str, recipe: str) -> None:
     made = by_recipe(who, (2,), recipe)
     (place,), (step_bytes, *_) = compared(who, made, 0.1)
     assert step_bytes > 50_000
+    update_bytes, *_ = living(2).run(update_on_rank, bundled(who, made), dict(who.weights), who.batch(BATCH, SEQ))
+    assert beside_state(place, UPDATE) == pytest.approx(update_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["zero1", "zero2"])
+def test_whole_gradients_of_microbatches_are_gone_in_the_update(recipe: str) -> None:
+    """Those of ZeRO-1 add up over microbatches until they are scattered, once per step."""
+    who = subject("gpt")
+    made = by_stages(who, (2,), recipe, 1, 2, "gpipe")
+    (place,) = predict(at_size(who), made).places
+    assert (place.rest.get("whole gradients", 0.0) > 0) == (recipe == "zero1")
     update_bytes, *_ = living(2).run(update_on_rank, bundled(who, made), dict(who.weights), who.batch(BATCH, SEQ))
     assert beside_state(place, UPDATE) == pytest.approx(update_bytes, rel=0.01)
 

@@ -91,7 +91,7 @@ def annotate(program: Program) -> None:
             _has_kernel(op),
         )
         op.bytes += forward_bytes(op) + _permuted_bytes(op)
-        op.backward_bytes += between_bytes(op, _backward_bytes(op))
+        op.backward_bytes += between_bytes(op, _backward_bytes(op), _operand_bytes(program, op))
         joined = _joined_bytes(op)
         op.bytes, op.backward_bytes = op.bytes + joined[0], op.backward_bytes + joined[1] * op.graded
         # log-probabilities are written, and a gradient of theirs that is nearly all zeros is made, and read
@@ -151,6 +151,17 @@ def _backward_bytes(op: Op) -> float:
         kept += out + tensor_bytes(op.call.ins[0])
     passes = len(grads) if op.flops > 0 and len(op.read_back) > 1 and op.target not in POINTWISE | ENDS else 1
     return passes * out + kept + sum(tensor_bytes(t) for t in grads)
+
+
+def _operand_bytes(program: Program, op: Op) -> list[float]:
+    """Bytes that each operand has in memory: what is expanded is read again and again."""
+    if op.role != "op":
+        return []
+    makers = [program.ops[name] for name, _ in op.operands]
+    return [
+        tensor_bytes(maker.call.ins[0] if maker.target is aten.expand.default else tensor)
+        for maker, tensor in zip(makers, op.call.ins, strict=True)
+    ]
 
 
 def _put_together_bytes(op: Op) -> float:

@@ -56,8 +56,6 @@ SOFTMAXES = frozenset((aten.softmax.int, aten.log_softmax.int))
 DRAWN_BYTES = 4
 """Drawing the mask of a dropout takes as long as moving so many bytes per element; on CPUs, which draw in a time of
 their own (cost.compute.drawing_s), it is written."""
-PLAIN_NORM = (7, 20)
-"""How often an RMSNorm that runs as plain operators reads or writes all elements, forward and backward."""
 PIECES = frozenset((aten.split_with_sizes.default, aten.unbind.int))
 """Views whose gradient is no view: the gradients of their results are concatenated in new memory."""
 PARTS = frozenset((aten.slice.Tensor, aten.select.int, aten.diagonal.default, aten.unfold.default))
@@ -101,8 +99,7 @@ def annotate(program: Program) -> None:
             op.backward_bytes += 2 * tensor_bytes(op.call.ins[0]) if op.backward_bytes else 0.0
         # plain operators one by one, in float32 at least (layer_norm.cpp, rms_norm_composite)
         if op.target is aten.rms_norm.default and program.device == "cpu":
-            wide = 4.0 * max(1, op.call.outs[0].itemsize // 4) * math.prod(op.call.outs[0].sizes)
-            op.bytes, op.backward_bytes = PLAIN_NORM[0] * wide, PLAIN_NORM[1] * wide if op.backward_bytes else 0.0
+            op.bytes, op.backward_bytes = _plain_norm_bytes(op)
         # the operand is cast by a kernel of its own, and its gradient
         if casts_first(op, program.device):
             wide = 2 * tensor_bytes(op.call.outs[0])
@@ -190,6 +187,17 @@ def _joined_bytes(op: Op) -> tuple[float, float]:
     chosen, (up, down) = math.prod(op.call.ins[1].sizes), op.call.ins[ops.UP : ops.UP + 2]
     made, read = (chosen * (up.sizes[d] + down.sizes[d]) * up.itemsize for d in (2, 1))
     return 2 * made, 2 * (read + sum(tensor_bytes(t) for t in (up, down) if t.grad))
+
+
+def _plain_norm_bytes(op: Op) -> tuple[float, float]:
+    """Bytes, forward and backward, of an RMSNorm that runs as plain operators at least in float32: squares, their mean
+    and two products, and what these are made of back; for narrower numbers casts of operand and result."""
+    rows, *weights = op.call.ins
+    wide = max(4.0, rows.itemsize) * math.prod(rows.sizes)
+    casts = 2 * (wide + tensor_bytes(rows)) if rows.itemsize < 4 else 0.0
+    through, own = 2 * bool(weights), 4 * any(weight.grad for weight in weights)
+    back = ((17 + through) * rows.grad + own) * wide + casts
+    return (5 + through) * wide + casts, back if op.backward_bytes else 0.0
 
 
 def casts_first(op: Op, device: str) -> bool:

@@ -168,6 +168,18 @@ def test_kernels_move_what_is_priced(name: str) -> None:
     assert all(op.fused_backward_bytes <= op.backward_bytes for op in found)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_norms_without_a_kernel_are_plain_operators(weighted: bool, dtype: torch.dtype) -> None:
+    """Of narrow numbers in float32, with casts."""
+
+    def body(x: Tensor, y: Tensor, row: Tensor) -> Tensor:
+        return F.rms_norm(x, (D,), row if weighted else None)
+
+    (found,) = _priced(body, dtype)
+    assert (found.bytes, found.backward_bytes) == pytest.approx(_ran(body, dtype), abs=2 * SMALL)
+
+
 @pytest.mark.parametrize("cast", [torch.float32, None])
 def test_a_softmax_in_a_wider_dtype_casts_first(cast: torch.dtype | None) -> None:
     def body(x: Tensor, y: Tensor, row: Tensor) -> Tensor:

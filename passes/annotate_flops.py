@@ -48,6 +48,8 @@ def forward_flops(node: fx.Node) -> Size:
         return formula(node)
     if node.target in PER_ELEMENT:
         return PER_ELEMENT[node.target] * facts.numel(edit.tensor_operands(node)[0])
+    if node.target in SLOW:
+        return SLOW[node.target][0] * facts.numel(node)
     if node.target in UNARY or node.target in BINARY:
         return facts.numel(node)
     return 0
@@ -60,6 +62,8 @@ def _backward(node: fx.Node, carries: dict[fx.Node, bool]) -> Size:
     flops: Size = node.meta["flops"]
     if node.target is aten.scaled_dot_product_attention.default:
         return flops * ATTENTION_BACKWARD
+    if node.target in SLOW:
+        return SLOW[node.target][1] * facts.numel(node)
     if node.target in BACKWARD:
         return BACKWARD[node.target](node, carries)
     if node.target in FLOPS:
@@ -136,6 +140,7 @@ def _cross(node: fx.Node) -> Size:
 FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
     aten.addmv.default: _matmul_added,
     aten.bmm.default: _matmul,
+    aten.cdist.default: _matmul,
     aten.conv1d.default: _convolution,
     aten.conv1d.padding: _convolution,
     aten.conv2d.default: _convolution,
@@ -199,3 +204,34 @@ PER_ELEMENT: dict[Any, int] = {
     ops.weigh_valid: 2,
 }
 """FLOPs per element of the first operand; an exp, tanh, division or root counts as one."""
+
+SLOW: dict[Any, tuple[int, int]] = {
+    aten.acosh.default: (320, 10),
+    aten.asinh.default: (370, 10),
+    aten.atan.default: (30, 10),
+    aten.atan2.default: (25, 20),
+    aten.digamma.default: (200, 220),
+    aten.erfc.default: (40, 20),
+    aten.erfinv.default: (30, 50),
+    aten.fmax.default: (25, 180),
+    aten.fmin.default: (25, 180),
+    aten.ldexp.Tensor: (40, 40),
+    aten.lgamma.default: (100, 200),
+    aten.log_sigmoid.default: (25, 5),
+    aten.logaddexp.default: (25, 40),
+    aten.logaddexp2.default: (25, 90),
+    aten.maximum.default: (1, 200),
+    aten.minimum.default: (1, 200),
+    aten.mish.default: (60, 70),
+    aten.pow.Scalar: (40, 5),
+    aten.pow.Tensor_Tensor: (40, 120),
+    aten.sinc.default: (130, 160),
+    aten.softplus.default: (25, 10),
+    aten.special_entr.default: (45, 20),
+    aten.special_xlog1py.default: (150, 200),
+    aten.tan.default: (30, 10),
+    aten.xlogy.Tensor: (50, 90),
+}
+"""Pointwise operators that arithmetic or jumps bind and not memory, forward or backward: FLOPs of one element of the
+result in both. Measured in a cache, one thread of an AVX-512 server, torch 2.13, a FLOP as a sixteenth of a nanosecond
+(cost.compute.CORE_VECTOR_FLOPS): 20 and more are longer than reading and writing memory."""

@@ -36,6 +36,7 @@ from autopar.rules.arguments import given
 from autopar.rules.experts import INSIDE
 from autopar.rules.language import Option
 from autopar.rules.site import Site
+from passes.annotate_flops import FLOPS
 
 MASKS = frozenset((ATTENTION, torch.ops.aten.bernoulli.p, torch.ops.aten.dropout.default))
 """Operators that draw zeros and ones."""
@@ -59,7 +60,12 @@ class Kernels:
 
 def multiplies(op: Op) -> bool:
     """Whether an Op runs on the matrix units: matmuls, convolutions, attention."""
-    return op.flops > 0 and bool(op.call.outs[0].sizes) and sum(len(t.sizes) > 1 for t in op.call.ins) > 1
+    return (
+        op.target in FLOPS
+        and op.flops > 0
+        and bool(op.call.outs[0].sizes)
+        and sum(len(t.sizes) > 1 for t in op.call.ins) > 1
+    )
 
 
 def matmul_dtype(op: Op, settings: Settings) -> str:

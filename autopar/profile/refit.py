@@ -25,6 +25,7 @@ from autopar.cost.memory import computes_in
 from autopar.errors import ClusterError
 from autopar.plan import Plan
 from autopar.problem.graph import Program
+from autopar.problem.kernels import multiplies
 from autopar.profile.profile import Profile, Row
 
 MOST = 10.0
@@ -93,8 +94,7 @@ def _within(ratio: float) -> float:
 def _group(row: Row, program: Program) -> str:
     if row.what == "operator":
         op = program.ops.get(str(row.key[1]))
-        matmul = op is not None and op.flops > 0 and sum(len(t.sizes) > 1 for t in op.call.ins) > 1
-        return "matmul" if matmul else "other"
+        return "matmul" if op is not None and multiplies(op) else "other"
     if row.what in ("optimizer", "copies"):
         return {"optimizer": "optimizer", "copies": "other"}[row.what]
     return str(row.key[1] if row.what == "gradients" else row.key[0])

@@ -21,6 +21,9 @@ from autopar.problem.read_graph import read
 from autopar.problem.settings import Settings
 from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.predictions import captured
+from passes.annotate_flops import SLOW
+
+aten = torch.ops.aten
 
 
 @cache
@@ -212,3 +215,26 @@ def test_cpus_draw_one_number_after_the_other(
             seconds, floor = (Kernels(each, Settings()).seconds(op, (option,), (ways,))[0] for each in (slower, device))
             drawn = flops * 128 / (1 if option.outs[0].value == "S3" else ways)
             assert seconds - floor == pytest.approx(drawn / 1e9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("body", "flops"),
+    [
+        (lambda x: torch.logaddexp(x, x.cos()), SLOW[aten.logaddexp.default]),
+        (lambda x: torch.maximum(x, x.cos()), SLOW[aten.maximum.default]),
+        (lambda x: x.tan(), SLOW[aten.tan.default]),
+        (lambda x: x + x.cos(), (1, 1)),
+    ],
+    ids=["logarithm of a sum", "larger", "tangent", "sum"],
+)
+def test_pointwise_operators_do_their_arithmetic_one_after_the_other(
+    body: Callable[[torch.Tensor], torch.Tensor], flops: tuple[int, int]
+) -> None:
+    """Those of two matrices too: on no matrix units."""
+    with torch.device("meta"):
+        model, x = Drawing(body), torch.empty(128, 64)
+    program = read(capture(model, (x,)).gm, {"b": 128}, training=True, device="cpu")
+    op = [op for op in program.ops.values() if op.role == "op"][-2]  # the last one is the sum
+    device = replace(Cluster.parse("cpu:1x1").device, vector_flops=1e3, launch_s=0.0)
+    (option, *_) = table_of(program, 1, sections_of(program, None), None)[op.name]
+    assert Kernels(device, Settings()).seconds(op, (option,), (1,)) == tuple(n * 128 * 64 / 1e3 for n in flops)

@@ -169,6 +169,7 @@ def weights(*sizes):
         ("matmul", ((5,), (2, 5, 4)), 2 * 2 * 5 * 4),
         ("linear", ((3, 5), (5,)), 2 * 3 * 5),
         ("addmv", ((3,), (3, 5), (5,)), 2 * 3 * 5),
+        ("cdist", ((3, 5), (4, 5)), 2 * 3 * 4 * 5),
     ],
 )
 def test_products_with_vectors_have_two_flops_for_each_pair_of_numbers(name, operands, wanted):

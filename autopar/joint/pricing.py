@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +21,7 @@ from autopar.joint.shapes import Shape
 from autopar.joint.spaces import Space, Used
 from autopar.joint.staging import Found, lay
 from autopar.joint.timetables import Kind, Timetable, timetable
-from autopar.joint.ways import Beaten, even_s, fastest
+from autopar.joint.ways import Beaten, Overfull, even_s, fastest, leaving_room
 from autopar.named_strategies import FULL
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.problem.time_floor import least_wait
@@ -153,7 +153,7 @@ class Pricing:
 
         Candidates are the exact solution, the glance's `found`, and as long as they promise as much as the best so far,
         or may once their cuts are shifted, other results of the glance and the same with other results kept. Where none
-        of them fits, the faster of the solutions with more blocks run again and those under another timetable.
+        of them fits, the fastest of solutions with more blocks run again, under another timetable, and of less room.
         """
         best: Found | None = None
         with suppress(InfeasibleError):
@@ -183,6 +183,7 @@ class Pricing:
         ways = [
             self._first(found.shape, [found.table], deeper),
             self._first(found.shape, tables, dict.fromkeys((found.level, *self.levels))),
+            self._of_less_room(found),
         ]
         return min((way for way in ways if way is not None), key=lambda way: way.step_s, default=None)
 
@@ -206,6 +207,13 @@ class Pricing:
                 return self.price(shape, tables, level, exact=True)
         return None
 
+    def _of_less_room(self, found: Found) -> Found | None:
+        """The exact solution that leaves as much room free as what runs takes more; None where none fits."""
+        price = partial(self.price, found.shape, [found.table], found.level, exact=True)
+        with suppress(InfeasibleError):
+            return leaving_room(lambda spare_bytes: price(spare_bytes=spare_bytes))
+        return None
+
     def price(
         self,
         shape: Shape,
@@ -222,7 +230,7 @@ class Pricing:
         """The best result under `tables`, with choices of `models`: left out, of all there are, and under timetables
         that take the backward apart also of those that let them; `each` and `spare_bytes` as SearchContext.solve has
         them. The bound of the shape at this level is appended to `bounds`. Raises InfeasibleError where nothing fits,
-        Beaten where nothing is as fast as `cutoff_s`."""
+        Overfull where only what runs does not, Beaten where nothing is as fast as `cutoff_s`."""
         if not tables:
             raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
         priced = partial(self._priced, shape, level=level, exact=exact, each=each, spare_bytes=spare_bytes)
@@ -273,8 +281,7 @@ class Pricing:
         if bounds is not None:
             bounds.append(proven_s)
         if proven_s >= cutoff_s:
-            used_bytes = chosen.model.problem.price(chosen.solution.choice).memory_bytes
-            raise Beaten(proven_s, full=used_bytes >= FULL * self.context.mean_bytes(shape.places))
+            raise Beaten(proven_s, full=chosen.counted_bytes >= FULL * self.context.mean_bytes(shape.places))
         tried = [chosen]
         # the Problem lets all passes overlap what only the last backwards do: the other extreme may choose better
         if self._sums_count(chosen, shape.microbatches):
@@ -290,7 +297,17 @@ class Pricing:
             self.laid.setdefault(shape, []).append(Glance(made.step_s, *way))
             return made
 
-        return fastest(ways, laid, lambda way: even_s(*way))
+        try:
+            return fastest(ways, laid, lambda way: even_s(*way))
+        except InfeasibleError as error:
+            if not exact or not error.missing_bytes:
+                raise
+            raise self.overfull(shape, tried, error) from error
+
+    def overfull(self, shape: Shape, tried: Sequence[Chosen], error: InfeasibleError) -> Overfull:
+        """`error` of what runs of the solutions `tried`, with how much room others have to leave free."""
+        unfilled_bytes = self.context.mean_bytes(shape.places) - max(chosen.counted_bytes for chosen in tried)
+        return Overfull(error, unfilled_bytes + (error.missing_bytes or 0.0))
 
     @staticmethod
     def _sums_count(chosen: Chosen, microbatches: int) -> bool:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from autopar.errors import InfeasibleError
 from autopar.joint.pricing import Pricing
 from autopar.joint.staging import Found
+from autopar.joint.ways import leaving_room
 from autopar.named_strategies import FULL
 
 
@@ -38,11 +39,16 @@ def _at(pricing: Pricing, found: Found, level: str, cutoff_s: float) -> Found:
     except InfeasibleError as error:
         if not error.missing_bytes:
             raise
-        return _exact(pricing, found, level, cutoff_s, error.missing_bytes)
+        overfull = pricing.overfull(made.shape, [made.chosen], error)
+    return _exact(pricing, found, level, cutoff_s, overfull.spare_bytes)
 
 
 def _exact(pricing: Pricing, found: Found, level: str, cutoff_s: float, spare_bytes: float = 0.0) -> Found:
-    """The exact solution at one level that leaves `spare_bytes` free. Raises as Pricing.price does."""
-    return pricing.price(
-        found.shape, [found.table], level, exact=True, cutoff_s=cutoff_s, each=True, spare_bytes=spare_bytes
+    """The exact solution at one level that leaves `spare_bytes` free, or more where what runs takes more. Raises as
+    Pricing.price does."""
+    return leaving_room(
+        lambda spare_bytes: pricing.price(
+            found.shape, [found.table], level, exact=True, cutoff_s=cutoff_s, each=True, spare_bytes=spare_bytes
+        ),
+        spare_bytes,
     )

@@ -118,6 +118,11 @@ class Chosen:
         those of running again."""
         return [self._pieces(models) for models in self.models.kinds]
 
+    @property
+    def counted_bytes(self) -> float:
+        """The bytes of a place that the Problem counts for the solution."""
+        return self.model.problem.price(self.solution.choice).memory_bytes
+
     @cached_property
     def separable(self) -> bool:
         """Whether it is one of the choices of `Models.separable`."""

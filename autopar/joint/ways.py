@@ -14,6 +14,7 @@ from autopar.joint.timetables import Timetable
 from autopar.text import seconds
 
 T = TypeVar("T")
+TRIES = 2
 
 
 class Beaten(InfeasibleError):
@@ -23,6 +24,25 @@ class Beaten(InfeasibleError):
     def __init__(self, bound_s: float, *, full: bool) -> None:
         super().__init__(f"no plan there is faster than {seconds(bound_s)}")
         self.bound_s, self.full = bound_s, full
+
+
+class Overfull(InfeasibleError):
+    """What a Problem counts fits, and what runs does not: others may that leave `spare_bytes` of a place free."""
+
+    def __init__(self, error: InfeasibleError, spare_bytes: float) -> None:
+        super().__init__(str(error), error.missing_bytes)
+        self.spare_bytes = spare_bytes
+
+
+def leaving_room(price: Callable[[float], Found], spare_bytes: float = 0.0) -> Found:
+    """The result of `price(spare_bytes)`, where bytes of a place stay free, or of TRIES more of them where it is
+    Overfull. Raises as `price`."""
+    for _ in range(TRIES):
+        try:
+            return price(spare_bytes)
+        except Overfull as error:
+            spare_bytes = error.spare_bytes
+    return price(spare_bytes)
 
 
 def even_s(table: Timetable, ground: Ground, chosen: Chosen) -> float:

@@ -240,6 +240,11 @@ class Program:
         return found
 
     @cached_property
+    def read_by_all(self) -> dict[str, int]:
+        """The ports that have the same value in all blocks of a run, and the number of blocks."""
+        return {port: run.count for run in self.runs.values() for port in run.ports[len(run.carried) :]}
+
+    @cached_property
     def given_on(self) -> dict[Ref, None]:
         """Values that runs of blocks are fed or carry from block to block: they are read other than as operands."""
         return {ref: None for run in self.runs.values() for ref in (*run.feeds, *run.carried)}

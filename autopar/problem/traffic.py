@@ -222,9 +222,10 @@ def _add_mask(op: Op, device: str) -> None:
 
 def _add_gradient_sums(program: Program, ref: Ref, readers: list[Op]) -> None:
     """Charge the sums of the gradients of a value that several operators read to the first of them, whose backward is
-    last."""
-    if len(readers) > 1 and program.ops[ref[0]].role in ("op", "port"):
-        passes = 3 * (len(readers) - 1) - sum(reader.target in SPREAD for reader in readers)
+    last; of one that all blocks of a run read also the sum with the gradient of the blocks behind."""
+    blocks = program.read_by_all.get(ref[0], 1)
+    if readers and program.ops[ref[0]].role in ("op", "port") and len(readers) * blocks > 1:
+        passes = 3 * (len(readers) - 1 / blocks) - sum(reader.target in SPREAD for reader in readers)
         readers[0].backward_bytes += passes * tensor_bytes(program.ops[ref[0]].call.outs[ref[1]])
 
 

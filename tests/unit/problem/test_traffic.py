@@ -14,6 +14,7 @@ from autopar.problem.graph import Op
 from autopar.problem.read_graph import read
 from autopar.problem.traffic import by_rows
 from autopar.rules.language import Call, Tensor
+from tests.helpers.moved import Moved
 
 B, S, D = 4, 8, 16
 SIZE = B * S * D * 4
@@ -270,3 +271,44 @@ def test_which_kernels_do_not_go_straight_through() -> None:
     assert by_rows(head()["add"]) and not by_rows(head()["linear"]) and not by_rows(head()["cross_entropy_sum"])
     found = ops()
     assert by_rows(found["layer_norm"]) and not any(by_rows(found[name]) for name in ("gelu", "mul", "add"))
+
+
+class Reads(nn.Module):
+    """A block that reads what all blocks read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(D, D, bias=False)
+
+    def forward(self, h: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return torch.sin(self.layer(h) * memory)
+
+
+class Decoder(nn.Module):
+    """Blocks that read one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.memory = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
+        self.blocks = nn.ModuleList(Reads() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, memory = self.first(x), self.memory(x)
+        for block in self.blocks:
+            h = block(h, memory)
+        return F.silu(h).sum()
+
+
+def test_gradients_of_what_all_blocks_read_are_added_up_from_block_to_block() -> None:
+    """As an encoder's result that each block of a decoder attends to."""
+    with torch.device("meta"):
+        model, x = Decoder(), torch.empty(B, S, D)
+        made = model(x)
+        with Moved() as backward:
+            torch.autograd.grad(made, list(model.parameters()))
+    program = read(capture(model, (x,)).gm, {"b": B, "s": S}, training=True)
+    assert program.runs
+    weights = 7 * 4 * D * D
+    assert sum(op.count * op.backward_bytes for op in program.ops.values()) == pytest.approx(
+        backward.nbytes, abs=2 * weights
+    )

@@ -46,10 +46,10 @@ def forward_flops(node: fx.Node) -> Size:
     formula = FLOPS.get(node.target)
     if formula is not None:
         return formula(node)
+    if (slow := _slow(node)) is not None:
+        return slow[0] * facts.numel(node)
     if node.target in PER_ELEMENT:
         return PER_ELEMENT[node.target] * facts.numel(edit.tensor_operands(node)[0])
-    if node.target in SLOW:
-        return SLOW[node.target][0] * facts.numel(node)
     if node.target in UNARY or node.target in BINARY:
         return facts.numel(node)
     return 0
@@ -62,8 +62,8 @@ def _backward(node: fx.Node, carries: dict[fx.Node, bool]) -> Size:
     flops: Size = node.meta["flops"]
     if node.target is aten.scaled_dot_product_attention.default:
         return flops * ATTENTION_BACKWARD
-    if node.target in SLOW:
-        return SLOW[node.target][1] * facts.numel(node)
+    if (slow := _slow(node)) is not None:
+        return slow[1] * facts.numel(node) * sum(carries[operand] for operand in edit.tensor_operands(node))
     if node.target in BACKWARD:
         return BACKWARD[node.target](node, carries)
     if node.target in FLOPS:
@@ -72,6 +72,12 @@ def _backward(node: fx.Node, carries: dict[fx.Node, bool]) -> Size:
             carries[operands[position]] for position in FACTORS.get(node.target, range(min(2, len(operands))))
         )
     return flops
+
+
+def _slow(node: fx.Node) -> tuple[int, int] | None:
+    """The row of SLOW, and that of an approximated GELU, which computes a tanh."""
+    approximated = node.target is aten.gelu.default and edit.args_of(node)["approximate"] == "tanh"
+    return TANH_GELU if approximated else SLOW.get(node.target)
 
 
 def _matmul(node: fx.Node) -> Size:
@@ -197,41 +203,43 @@ PER_ELEMENT: dict[Any, int] = {
     aten.softmax.int: 5,
     aten.sum.default: 1,
     aten.sum.dim_IntList: 1,
-    aten.tanh.default: 5,
     ops.count_valid: 1,
     ops.cross_entropy_each: 6,
     ops.cross_entropy_sum: 6,
     ops.weigh_valid: 2,
 }
-"""FLOPs per element of the first operand; an exp, tanh, division or root counts as one."""
+"""FLOPs per element of the first operand; an exp, division or root counts as one."""
 
 SLOW: dict[Any, tuple[int, int]] = {
     aten.acosh.default: (320, 10),
     aten.asinh.default: (370, 10),
     aten.atan.default: (30, 10),
-    aten.atan2.default: (25, 20),
+    aten.atan2.default: (25, 10),
     aten.digamma.default: (200, 220),
     aten.erfc.default: (40, 20),
     aten.erfinv.default: (30, 50),
-    aten.fmax.default: (25, 180),
-    aten.fmin.default: (25, 180),
-    aten.ldexp.Tensor: (40, 40),
+    aten.fmax.default: (25, 90),
+    aten.fmin.default: (25, 90),
+    aten.ldexp.Tensor: (40, 20),
     aten.lgamma.default: (100, 200),
     aten.log_sigmoid.default: (25, 5),
-    aten.logaddexp.default: (25, 40),
-    aten.logaddexp2.default: (25, 90),
-    aten.maximum.default: (1, 200),
-    aten.minimum.default: (1, 200),
+    aten.logaddexp.default: (25, 20),
+    aten.logaddexp2.default: (25, 45),
+    aten.maximum.default: (1, 100),
+    aten.minimum.default: (1, 100),
     aten.mish.default: (60, 70),
     aten.pow.Scalar: (40, 5),
-    aten.pow.Tensor_Tensor: (40, 120),
+    aten.pow.Tensor_Tensor: (40, 60),
     aten.sinc.default: (130, 160),
     aten.softplus.default: (25, 10),
     aten.special_entr.default: (45, 20),
-    aten.special_xlog1py.default: (150, 200),
+    aten.special_xlog1py.default: (150, 100),
     aten.tan.default: (30, 10),
-    aten.xlogy.Tensor: (50, 90),
+    aten.tanh.default: (35, 5),
+    aten.xlogy.Tensor: (50, 45),
 }
+TANH_GELU = (27, 30)
 """Pointwise operators that arithmetic or jumps bind and not memory, forward or backward: FLOPs of one element of the
-result in both. Measured in a cache, one thread of an AVX-512 server, torch 2.13, a FLOP as a sixteenth of a nanosecond
-(cost.compute.CORE_VECTOR_FLOPS): 20 and more are longer than reading and writing memory."""
+result, and of the gradient of each operand. Measured in a cache, one thread of an AVX-512 server, torch 2.13, a FLOP as
+a sixteenth of a nanosecond (cost.compute.CORE_VECTOR_FLOPS): more than about 20 take longer than reading and writing
+memory. Random masks of the larger one of two numbers make jumps that no processor foresees."""

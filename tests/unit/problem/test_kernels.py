@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from autopar.calibrate.machine import ARITHMETIC
 from autopar.capture import capture
 from autopar.cluster import Cluster, Device
 from autopar.cost.compute import DRAWN_MASK, DRAWN_NUMBER
@@ -21,9 +22,6 @@ from autopar.problem.read_graph import read
 from autopar.problem.settings import Settings
 from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.predictions import captured
-from passes.annotate_flops import SLOW
-
-aten = torch.ops.aten
 
 
 @cache
@@ -220,12 +218,15 @@ def test_cpus_draw_one_number_after_the_other(
 @pytest.mark.parametrize(
     ("body", "flops"),
     [
-        (lambda x: torch.logaddexp(x, x.cos()), SLOW[aten.logaddexp.default]),
-        (lambda x: torch.maximum(x, x.cos()), SLOW[aten.maximum.default]),
-        (lambda x: x.tan(), SLOW[aten.tan.default]),
+        (lambda x: torch.logaddexp(x, x.cos()), (25, 2 * 20)),
+        (lambda x: torch.maximum(x, x.cos()), (1, 2 * 100)),
+        (lambda x: torch.maximum(x, x.detach()), (1, 100)),
+        (lambda x: x.tan(), (30, 10)),
+        (lambda x: functional.gelu(x, approximate="tanh"), (27, 30)),
+        (lambda x: functional.gelu(x), (8, 8)),
         (lambda x: x + x.cos(), (1, 1)),
     ],
-    ids=["logarithm of a sum", "larger", "tangent", "sum"],
+    ids=["logarithm of a sum", "larger", "larger than what is fixed", "tangent", "approximated", "GELU", "sum"],
 )
 def test_pointwise_operators_do_their_arithmetic_one_after_the_other(
     body: Callable[[torch.Tensor], torch.Tensor], flops: tuple[int, int]
@@ -238,3 +239,12 @@ def test_pointwise_operators_do_their_arithmetic_one_after_the_other(
     device = replace(Cluster.parse("cpu:1x1").device, vector_flops=1e3, launch_s=0.0)
     (option, *_) = table_of(program, 1, sections_of(program, None), None)[op.name]
     assert Kernels(device, Settings()).seconds(op, (option,), (1,)) == tuple(n * 128 * 64 / 1e3 for n in flops)
+
+
+@pytest.mark.parametrize("what", ARITHMETIC)
+def test_arithmetic_is_measured_by_the_flops_that_are_priced(what: str) -> None:
+    flops, body = ARITHMETIC[what]
+    with torch.device("meta"):
+        model, x = Drawing(body), torch.empty(128, 64)
+    program = read(capture(model, (x,)).gm, {"b": 128}, training=True, device="cpu")
+    assert max(op.flops for op in program.ops.values() if "linear" not in op.name) == flops * 128 * 64

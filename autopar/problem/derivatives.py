@@ -77,6 +77,7 @@ MORE = {
     aten.erfinv.default: More(8),
     aten.exp2.default: More(2),
     aten.expm1.default: More(2),
+    aten.hinge_embedding_loss.default: More(8, 2),
     aten.kl_div.default: More(2),
     aten.l1_loss.default: More(2),
     aten.lgamma.default: More(2),
@@ -84,8 +85,11 @@ MORE = {
     aten.log10.default: More(2),
     aten.log1p.default: More(2),
     aten.log2.default: More(2),
+    aten.logcumsumexp.default: More(38),
     aten.logsumexp.default: More(4),
+    aten.margin_ranking_loss.default: More(2, 2),
     aten.nan_to_num.default: More(4, 2),
+    aten.poisson_nll_loss.default: More(6),
     aten.pow.Scalar: More(1),
     aten.pow.Tensor_Scalar: More(4),
     aten.prod.dim_int: More(15),
@@ -99,8 +103,11 @@ MORE = {
     aten.sqrt.default: More(2),
     aten.square.default: More(4),
     aten.std.correction: More(3),
+    aten.std_mean.correction: More(3),
     aten.tan.default: More(4),
+    aten.triplet_margin_loss.default: More(13),
     aten.var.correction: More(3),
+    aten.var_mean.correction: More(3),
 }
 """Operators whose derivative by their first operand is several kernels: what these move beyond one that reads the
 gradient and what is kept, and writes a gradient."""
@@ -108,8 +115,14 @@ gradient and what is kept, and writes a gradient."""
 MORE_FORWARD = {
     # two norms, two quotients, a product and a sum
     aten.cosine_similarity.default: More(8),
+    aten.cosine_embedding_loss.default: More(8),
+    aten.hinge_embedding_loss.default: More(24),
     aten.kl_div.default: More(7),
     aten.l1_loss.default: More(4),
+    aten.margin_ranking_loss.default: More(12),
+    aten.pairwise_distance.default: More(4),
+    aten.poisson_nll_loss.default: More(7),
+    aten.triplet_margin_loss.default: More(9),
 }
 """Operators that are several kernels: what these move beyond one that reads the operands and writes the result."""
 
@@ -206,6 +219,7 @@ BY_OPERAND: dict[Any, Callable[[int, Sizes], float]] = {
     # of a product of rows and rows, and of the squares of both
     aten.cdist.default: lambda index, n: 0.0,
     aten.copysign.Tensor: lambda index, n: 0.0 if index else 7 * n.out + 2 * n.ins[0] + 2 * n.mask_of(0),
+    aten.cosine_embedding_loss.default: lambda index, n: 11 * n.ins[index] if index < 2 else 0.0,
     # of the quotient by its norm, and of that; at the size of the rows, not of the result
     aten.cosine_similarity.default: lambda index, n: 22 * n.ins[index],
     aten.div.Tensor: _quotient,
@@ -221,6 +235,8 @@ BY_OPERAND: dict[Any, Callable[[int, Sizes], float]] = {
     aten.maximum.default: _larger,
     aten.minimum.default: _larger,
     aten.mul.Tensor: lambda index, n: 2 * n.out + n.ins[1 - index],
+    aten.outer.default: lambda index, n: 2 * n.out + n.ins[1 - index],
+    aten.pairwise_distance.default: lambda index, n: n.ins[1] if index else 5 * n.ins[0],
     aten.pow.Tensor_Tensor: _power,
     # the gradients of both come from one kernel
     aten.prelu.default: lambda index, n: n.out if index else 3 * n.out,

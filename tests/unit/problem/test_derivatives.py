@@ -98,6 +98,7 @@ BODIES: dict[str, Body] = {
     "between": lambda x, y, row: torch.lerp(x, y, 0.3),
     "between by a row": lambda x, y, row: torch.lerp(x, y, row),
     "between a row and others": lambda x, y, row: torch.lerp(row, x, y),
+    "logarithms of sums": lambda x, y, row: x.logcumsumexp(1),
     "numbers": lambda x, y, row: x.nan_to_num(),
     "normalized": lambda x, y, row: F.normalize(x, dim=1),
     "prelu": lambda x, y, row: F.prelu(x, row),
@@ -144,6 +145,14 @@ BODIES: dict[str, Body] = {
     "tan": lambda x, y, row: x.tan(),
     "tanh": lambda x, y, row: x.tanh(),
     "product": lambda x, y, row: x * y,
+    "outer product": lambda x, y, row: torch.outer(row, row),
+    "pairs": lambda x, y, row: F.pairwise_distance(x, y),
+    "pairs of which one is fixed": lambda x, y, row: F.pairwise_distance(x, y.detach()),
+    "events": lambda x, y, row: F.poisson_nll_loss(x, y.detach(), reduction="sum"),
+    "hinges": lambda x, y, row: F.hinge_embedding_loss(x, y.detach(), reduction="sum"),
+    "ranks": lambda x, y, row: F.margin_ranking_loss(x, y.detach(), y.detach(), reduction="sum"),
+    "triplets": lambda x, y, row: F.triplet_margin_loss(x, y, y.detach(), reduction="sum"),
+    "mean and variance": lambda x, y, row: torch.var_mean(x, 1)[0],
     "product with a row": lambda x, y, row: row * x,
     "product of which one is fixed": lambda x, y, row: x * row.detach(),
     "quotient": lambda x, y, row: x / y,
@@ -166,6 +175,19 @@ def test_kernels_move_what_is_priced(name: str) -> None:
     found = _priced(BODIES[name], torch.float32)
     assert (sum(op.bytes for op in found), sum(op.backward_bytes for op in found)) == pytest.approx(moved, abs=SMALL)
     assert all(op.fused_backward_bytes <= op.backward_bytes for op in found)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_losses_of_angles_have_two_norms(both: bool) -> None:
+    """And a dozen numbers for each row."""
+
+    def body(x: Tensor, y: Tensor, row: Tensor) -> Tensor:
+        return F.cosine_embedding_loss(x, y if both else y.detach(), row.detach()[:B], reduction="sum")
+
+    found = _priced(body, torch.float32)
+    assert (sum(op.bytes for op in found), sum(op.backward_bytes for op in found)) == pytest.approx(
+        _ran(body, torch.float32), abs=3 * SMALL
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -142,9 +142,10 @@ class Plan:
     kept: none where the block is run again whole (`Stage.again`: of how many instances). What is absent keeps what its
     operators save."""
     offload: str = ""  # what is in the memory of the host: one of problem.settings.OFFLOADED
-    parted: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    parted: Mapping[str, Mapping[str, int | str]] = field(default_factory=dict)
     """Runs of blocks that are laid out in parts (passes.part_runs), by scope: what each part but the first is called,
-    and the instance that it begins with. All else in a plan names the parts."""
+    and the instance that it begins with, or the operator behind which the rest of a block does. All else in a plan
+    names the parts."""
     # values that a step takes over all microbatches before the first one runs, `node` or `node:output`
     totals: tuple[str, ...] = ()
     # operands that are the same for all microbatches, of which each takes its part of a sum, `node:operand`

@@ -197,6 +197,12 @@ def entry(path: str, value: Any) -> None:
     fail(path, value, "a layout of one entry, as S0, P or R")
 
 
+def _beginning(path: str, value: Any) -> None:
+    """Where a part of a run of blocks begins: the number of an instance, or the name of an operator."""
+    if not isinstance(value, str) and (type(value) is not int or value < 1):
+        fail(path, value, "a whole number of at least 1, or the name of an operator")
+
+
 def _name(path: str, value: Any) -> None:
     """A Python identifier."""
     if not isinstance(value, str) or not value.isidentifier():
@@ -254,7 +260,7 @@ FIELDS: dict[str, Check] = {
     "microbatches": whole(1),
     "remat": table(listed(text)),
     "offload": one_of(HOSTED),
-    "parted": table(table(whole(1))),
+    "parted": table(table(_beginning)),
     "totals": listed(text),
     "shared": listed(text),
     "source": table(anything),

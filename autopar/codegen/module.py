@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
@@ -55,23 +56,29 @@ RESERVED = (
 def emit(gm: fx.GraphModule, plan: Plan, names: Names, *, probes: bool = False) -> str:
     """The source of the sharded module for `plan`; with `probes`, every value is reported (see `codegen.probes`)."""
     program = read(gm, plan.hints, training=plan.mode == "train", device=plan.device_kind)
-    context = Context(program, plan, _class_names(program, plan, gm), probes, names.fleeting, names.order)
-    bodies = [_block(context, gm, run) for run in program.runs.values()]
+    context = Context(program, plan, {}, probes, names.fleeting, names.order)
+    alike = dict[str, list[str]]()  # the body of a class -> the runs that it is for: parts of a run may do the same
+    for run in program.runs.values():
+        alike.setdefault(_block(context, gm, run), []).append(run.scope)
+    context.classes.update(_class_names(program, plan, gm, alike.values()))
+    bodies = [_class(context, gm, scopes, body) for body, scopes in alike.items()]
     model = pipelined_model(context, gm, names) if plan.pipelined else _model(context, gm, names)
     return "\n".join([_header(context), *bodies, model, _footer()])
 
 
-def _class_names(program: Program, plan: Plan, gm: fx.GraphModule) -> dict[str, str]:
-    """scope -> name of its class: the class of the block's module, with a number where the name is taken."""
+def _class_names(program: Program, plan: Plan, gm: fx.GraphModule, alike: Iterable[Sequence[str]]) -> dict[str, str]:
+    """scope -> name of its class, one for scopes that are `alike`: the class of the block's module, with a number where
+    the name is taken."""
     stages = (f"Stage{i}" for i in range(len(plan.stages)))
     taken = dict.fromkeys([*RESERVED, *USED_IN_SCOPES, *function_names(program), *stages])
     found = {}
-    for run in program.runs.values():
-        name = _module_class(gm, run)
-        found[run.scope] = next(
+    for scopes in alike:
+        name = _module_class(gm, program.runs[scopes[0]])
+        free = next(
             text for text in itertools.chain([name], (f"{name}{i}" for i in itertools.count(2))) if text not in taken
         )
-        taken[found[run.scope]] = None
+        taken[free] = None
+        found.update(dict.fromkeys(scopes, free))
     return found
 
 
@@ -142,8 +149,23 @@ def _algorithms(context: Context) -> str:
     return f"from autopar.runtime.algorithms import {', '.join(sorted(context.algorithms))}\n"
 
 
+def _class(context: Context, gm: fx.GraphModule, scopes: Sequence[str], body: str) -> str:
+    """The class of the blocks of runs that do the same."""
+    runs = [context.program.runs[scope] for scope in scopes]
+    path = first_path(namings(context.program, runs[0])[0]) or scopes[0]
+    half = gm.get_submodule(scopes[0]).meta.get("half", "")  # type: ignore[union-attr,operator]
+    return "\n".join(
+        [
+            "",
+            f"class {context.class_of(scopes[0])}(Block):",
+            f'{INDENT}"""{sum(run.count for run in runs)} instances of {inside(path)}{half}."""',
+            body,
+        ]
+    )
+
+
 def _block(context: Context, gm: fx.GraphModule, run: Run) -> str:
-    """The class of the blocks of a run."""
+    """The body of the class of the blocks of a run."""
     body = gm.get_submodule(run.scope)
     assert isinstance(body, fx.GraphModule)
     writer = ScopeWriter(context, body, run.scope)
@@ -151,10 +173,6 @@ def _block(context: Context, gm: fx.GraphModule, run: Run) -> str:
     ports = [writer.names[port, 0] for port in run.ports]
     return "\n".join(
         [
-            "",
-            f"class {context.class_of(run.scope)}(Block):",
-            f'{INDENT}"""{run.count} instances of '
-            f'{inside(first_path(namings(context.program, run)[0]) or run.scope)}."""',
             "",
             *parameter_tables(context, _ops(context, run.scope)),
             *_mutates(context, run),

@@ -72,7 +72,8 @@ def microbatching(program: Program, options: Mapping[str, Option], count: int) -
             if _is_shared(program, ref, options[ref[0]].outs[ref[1]].value, options[port].ins[0].value)
         }
         _check_run(program, run.ports, run.feeds, options, count, shared)
-        _check_run(program, run.ports[: len(run.carried)], run.carried, options, count)
+        if run.count > 1:
+            _check_run(program, run.ports[: len(run.carried)], run.carried, options, count)
     _check_cut(program, options, count)
     entries = {op.name: tuple(use.value for use in options[op.name].outs) for op in program.ops.values()}
     for name, index in totals:

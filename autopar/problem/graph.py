@@ -213,6 +213,12 @@ class Program:
                 found.setdefault(ref, []).append((op, index))
         return found
 
+    def same_as(self, op: Op) -> tuple[object, ...]:
+        """What only operators share that do the same in blocks of one run, which may be in parts."""
+        run, grads = self.runs.get(op.scope), tuple([tensor.grad for tensor in op.tensors])
+        whole = run.whole or op.scope if run is not None else ""
+        return whole, op.name.removeprefix(op.scope), op.role, op.call.target, grads
+
     @cached_property
     def order(self) -> dict[str, int]:
         """The position of each operator in execution order."""

@@ -41,7 +41,12 @@ def table_of(
     program: Program, ways: int, sections: Sections, rules: Mapping[Any, Rule] | None, tiles: Tiles = untiled
 ) -> dict[str, list[Option]]:
     """The options of every Op on an axis of `ways` ranks, by name."""
-    found = {op.name: options_of(op, ways, sections, rules) for op in program.ops.values()}
+    known: dict[object, list[Option]] = {}  # parts of a run have the same operators
+    found: dict[str, list[Option]] = {}
+    for op in program.ops.values():
+        if (key := program.same_as(op)) not in known:
+            known[key] = options_of(op, ways, sections, rules)
+        found[op.name] = known[key]
     for op in program.ops.values():
         if counts := tiles(op, ways):
             found[op.name] = found[op.name] + in_tiles(op.target, found[op.name], counts)
@@ -171,7 +176,7 @@ def sections_of(program: Program, rules: Mapping[Any, Rule] | None = None) -> Se
     show where an operator puts them together.
     """
     found: dict[tuple[int, ...], None] = {}
-    for op in program.ops.values():
+    for op in {program.same_as(op): op for op in program.ops.values()}.values():
         if op.role != "op" or not op.operands:
             continue
         for option in options_for(op.call, 1, rules=rules):

@@ -114,7 +114,7 @@ def _facts(plan: Plan) -> dict[str, str]:
         **(
             {
                 "in parts": "; ".join(
-                    f"{scope} from {', '.join(map(str, parts.values()))} on, as {', '.join(parts)}"
+                    f"{scope} from {', '.join(map(_beginning, parts.values()))} on, as {', '.join(parts)}"
                     for scope, parts in plan.parted.items()
                 )
             }
@@ -124,6 +124,11 @@ def _facts(plan: Plan) -> dict[str, str]:
         "gap": gap,
         "splits": _splits(plan),
     }
+
+
+def _beginning(at: int | str) -> str:
+    """Where a part of a run begins: its first block, or the operator of the block before it behind which it does."""
+    return str(at) if isinstance(at, int) else f"behind {at}"
 
 
 def _shares(plan: Plan) -> dict[str, str]:

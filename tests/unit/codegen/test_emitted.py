@@ -232,7 +232,11 @@ def test_no_block_has_a_name_that_the_file_uses_otherwise(name, monkeypatch):
     plan, gm = compiled("stack", "ddp").plan, compiled("stack", "ddp").captured.gm
     program = read(gm, plan.hints, training=True)
     monkeypatch.setattr(module, "_module_class", lambda *_: name)
-    found = list(module._class_names(program, replace(plan, stages=plan.stages * 4), gm).values())
+    found = list(
+        module._class_names(
+            program, replace(plan, stages=plan.stages * 4), gm, [[scope] for scope in program.runs]
+        ).values()
+    )
     assert len(found) == len(program.runs) > 1 and all(text.startswith(name) for text in found)
     assert (
         len({*found, *module.RESERVED, *module.USED_IN_SCOPES, *(f"Stage{i}" for i in range(4))})

@@ -14,6 +14,7 @@ from autopar.decisions import rule_notes, tiling_notes
 from autopar.errors import InfeasibleError
 from autopar.joint.background_proof import BackgroundProof
 from autopar.joint.explore import NEAR, NEARER, PRICE_TOLERANCE, Explorer
+from autopar.joint.inside import cut_inside
 from autopar.joint.own_layouts import each_apart
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape
@@ -95,7 +96,7 @@ def staged(
         walk = before.again(known_s, until, wider, reach)
         walks.append(walk)
         found = walk.run()
-        found = _with_own_layouts(context, found, known_s)
+        found = _refined(context, found, known_s)
         why += walk.why[:3]
         tried += _alternatives(walk)
         if found is not None and found.step_s < known_s * (1 - PRICE_TOLERANCE):
@@ -121,9 +122,9 @@ def _proven(walks: Sequence[Explorer]) -> dict[Shape, float]:
     return {shape: bound_s for walk in walks if walk.space in FREE for shape, bound_s in walk.proven.items()}
 
 
-def _with_own_layouts(context: SearchContext, found: Found | None, known_s: float) -> Found | None:
-    """`found`, or the same with different layouts for each place, where that is faster. It is only tried where the
-    result may be faster than `known_s`."""
+def _refined(context: SearchContext, found: Found | None, known_s: float) -> Found | None:
+    """`found`, or the same with different layouts for each place or with stages that end inside of blocks, where that
+    is faster. It is only tried where the result may be faster than `known_s`."""
     if (
         found is None
         or context.request.recipe is not None
@@ -131,7 +132,10 @@ def _with_own_layouts(context: SearchContext, found: Found | None, known_s: floa
         or context.timer.skips()
     ):
         return found
-    return each_apart(context, found)
+    ways = [each_apart(context, found)]
+    if context.request.cluster.parts:  # elsewhere bounds count on blocks being whole
+        ways.append(cut_inside(context, found))
+    return min(ways, key=lambda made: made.step_s)
 
 
 def _none_fits(context: SearchContext, spaces: Sequence[Space], known_s: float, why: str) -> InfeasibleError:
@@ -227,6 +231,7 @@ def _finished(
         *tiling_notes(best.program, best.plan),
         *rule_notes(context.whole.program, context.request.rules),
         *_rank_order_note(context.request.cluster, best.plan),
+        *best.plan.notes,
     )
     if best.alike_s:
         notes = (

@@ -25,6 +25,7 @@ from autopar.pipeline.stage_views import View, total_ref, views
 from autopar.plan import Plan
 from autopar.problem.build import Decisions, Model
 from autopar.problem.graph import Program
+from autopar.problem.remat import Levels
 from autopar.problem.types import Solution
 from passes.part_runs import parts_at
 
@@ -44,37 +45,39 @@ def parted(context: SearchContext, shape: Shape, ground: Ground, apart: Apart, c
         for name, place in zip([scope, *parts.get(scope, ())], firsts.values(), strict=True)
     }
     decisions = _decisions(context, there, apart, cut, place_of)
-    models = shape_models.fixed_choices(there, shape, ground, decisions)
-    choice = (0,) * len(models.micro.problem.nodes)
-    if not models.micro.problem.price(choice).feasible:
-        raise InfeasibleError("what one place makes cannot become what the next one reads")
     kept = {
         scope: names
         for scope, place in place_of.items()
-        for names in [_kept(context, there, apart.each[place], scope)]
+        for names in [kept_in_part(context, there, apart.each[place], scope)]
         if names is not None
     }
-    made = Chosen(
-        models,
-        models.micro,
-        Solution(choice, "ilp"),
-        apart.level,
-        apart.apart,
-        apart.all_again,
-        apart.bound_s,
-        kept=kept,
-    )
+    made = fixed(there, shape, ground, decisions, apart, kept)
     flat = bare_plan(there.whole, there.mesh(shape), decisions, cut.strategy, cluster=ground.places.cluster)
     return there, made, replace(flat, parted=parts)
 
 
-def _kept(context: SearchContext, there: SearchContext, chosen: Chosen, scope: str) -> tuple[str, ...] | None:
+def fixed(
+    there: SearchContext, shape: Shape, ground: Ground, decisions: Decisions, like: Chosen, kept: Levels
+) -> Chosen:
+    """The choices `decisions` on the divided graph of `there`, run again as those of `like`, whose blocks keep `kept`
+    then. Raises InfeasibleError where what one part makes cannot become what the next one reads."""
+    models = shape_models.fixed_choices(there, shape, ground, decisions)
+    choice = (0,) * len(models.micro.problem.nodes)
+    if not models.micro.problem.price(choice).feasible:
+        raise InfeasibleError("what one place makes cannot become what the next one reads")
+    solution = Solution(choice, "ilp")
+    return Chosen(models, models.micro, solution, like.level, like.apart, like.all_again, like.bound_s, kept=kept)
+
+
+def kept_in_part(context: SearchContext, there: SearchContext, chosen: Chosen, scope: str) -> tuple[str, ...] | None:
     """What the blocks of a part keep where they are run again; None where they are not."""
     kept = chosen.levels(context.whole).get(there.origin(f"{scope}/")[:-1])
     if kept is None:
         return None
     return tuple(
-        op.name for op in there.whole.program.ops.values() if op.scope == scope and there.origin(op.name) in kept
+        op.name
+        for op in there.whole.program.ops.values()
+        if op.scope == scope and op.role == "op" and there.origin(op.name) in kept
     )
 
 

@@ -20,7 +20,7 @@ from autopar.joint.stage_times import Laying, all_times, one_time, pieces_send_s
 from autopar.joint.timetables import Timetable
 from autopar.memory import hosts, predict
 from autopar.memory.plans_that_fit import within
-from autopar.pipeline.assemble import pipelined
+from autopar.pipeline.assemble import check_trained, pipelined
 from autopar.pipeline.balance import balance
 from autopar.pipeline.cut_search import Shifting, are_few
 from autopar.pipeline.filling import Cuts
@@ -84,12 +84,14 @@ def lay(
     *,
     whole: bool = False,
     shifts: bool = True,
+    bounds: Sequence[int] = (),
 ) -> Found:
     """Lay out the choices `chosen` of a shape under `table`, on the places of `ground`, with as few blocks run again as
     memory requires.
 
     `whole`: time the order of the whole step, not of a shorter one, and walk its memory, in place of adding it up.
-    `shifts`: cuts are shifted (pipeline.cut_search), where a model has many only with `whole`.
+    `shifts`: cuts are shifted (pipeline.cut_search), where a model has many only with `whole`. `bounds`: where stages
+    begin, if that is known.
 
     Raises InfeasibleError where no cut fits, or a place would have nothing to train.
     """
@@ -101,7 +103,9 @@ def lay(
         cluster=ground.places.cluster,
     )
     here = Laying(context, shape, table, ground, chosen, flat, whole)
-    even, times = _cut(here, ())
+    even, times = _cut(here, (), bounds=bounds)
+    if bounds:
+        return even
     found = [even]
     if table.virtual > 1 and _unevenly_busy(table, times):
         with suppress(InfeasibleError):
@@ -144,23 +148,30 @@ def _unevenly_busy(table: Timetable, times: Sequence[StageTime]) -> bool:
     return max(busy) * table.places > sum(busy) * (1 + UNEVEN)
 
 
-def _cut(here: Laying, sends_s: Sequence[float], *, by_place: bool = False) -> tuple[Found, Sequence[StageTime]]:
-    """Cut the model into stages by `balance`, with memory limits. `sends_s`: seconds to send what crosses a cut in
-    front of each piece; `by_place`: balance places, not single stages. The result, and the times of its stages."""
+def _cut(
+    here: Laying, sends_s: Sequence[float], *, by_place: bool = False, bounds: Sequence[int] = ()
+) -> tuple[Found, Sequence[StageTime]]:
+    """Cut the model into stages at `bounds`, or by `balance`, with memory limits. `sends_s`: seconds to send what
+    crosses a cut in front of each piece; `by_place`: balance places, not single stages. The result, and the times of
+    its stages."""
     context, table, ground = here.context, here.table, here.ground
     pieces = _by_stage(here)
     largest = max(ground.limits)
 
     def cut(limits: Sequence[float]) -> _Cut:
-        cuts = balance(
-            pieces,
-            table.flying,
-            [limits[place] for place in table.at],
-            sends_s,
-            context.barred,
-            table.at,
-            needed=context.filled(pieces[0].costs),
-            by_place=by_place,
+        cuts = (
+            Cuts([*bounds], [0] * table.stages)
+            if bounds
+            else balance(
+                pieces,
+                table.flying,
+                [limits[place] for place in table.at],
+                sends_s,
+                context.barred,
+                table.at,
+                needed=context.filled(pieces[0].costs),
+                by_place=by_place,
+            )
         )
         return _made(here, pieces, fitted(pieces, cuts, table.at, table.in_flight, limits))
 
@@ -221,7 +232,7 @@ def _made(here: Laying, pieces: Sequence[Pieces], cuts: Cuts) -> _Cut:
     parts = cuts.parts(pieces if on is here else _by_stage(on))
     held = _held(parts, here.table)
     plan, program = _assembled(on, cuts), on.context.whole.program
-    _check_trained(program, plan)
+    check_trained(program, plan)
     return _Cut(
         on, cuts, plan, parts, [place.peak_bytes for place in predict(program, plan).places] if here.whole else held
     )
@@ -294,19 +305,6 @@ def _timed(here: Laying, made: _Cut) -> tuple[Found, Sequence[StageTime]]:
         made.cuts,
         program,
     ), times
-
-
-def _check_trained(program: Program, plan: Plan) -> None:
-    """Raises InfeasibleError where a place would have no parameter to train: torch's optimizers refuse to have none."""
-    if plan.mode != "train":
-        return
-    for place in range(plan.places):
-        mine = {name for stage in plan.stages if stage.place == place for name in (*stage.nodes, *stage.blocks)}
-        if plan.stages and not mine & program.trained:
-            raise InfeasibleError(
-                f"place {place} would have nothing to train ({', '.join(sorted(mine)[:3])}); use fewer places, or a "
-                "recipe without a pipeline"
-            )
 
 
 def _assembled(here: Laying, cuts: Cuts) -> Plan:

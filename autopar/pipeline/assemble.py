@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.pipeline.microbatches import Microbatching
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.stage_views import total_ref
@@ -48,3 +48,16 @@ def pipelined(
         totals=totals,
         shared=micro.shared if micro is not None else (),
     )
+
+
+def check_trained(program: Program, plan: Plan) -> None:
+    """Raises InfeasibleError where a place would have no parameter to train: torch's optimizers refuse to have none."""
+    if plan.mode != "train":
+        return
+    for place in range(plan.places):
+        mine = {name for stage in plan.stages if stage.place == place for name in (*stage.nodes, *stage.blocks)}
+        if plan.stages and not mine & program.trained:
+            raise InfeasibleError(
+                f"place {place} would have nothing to train ({', '.join(sorted(mine)[:3])}); use fewer places, or a "
+                "recipe without a pipeline"
+            )

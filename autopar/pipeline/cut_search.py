@@ -185,6 +185,11 @@ class Shifting:
         """How many stages have blocks."""
         return sum(self._block_between(first, stop) for first, stop in self._ranges(bounds))
 
+    def steps_s(self, ways: Sequence[Cuts]) -> np.ndarray:
+        """[ways] seconds of a step, for possible cuts; infinite where they do not fit."""
+        steps_s, fits = self._timed(ways)
+        return np.where(fits, steps_s, np.inf)
+
     def _timed(self, ways: Sequence[Cuts]) -> tuple[np.ndarray, np.ndarray]:
         """[ways] seconds of a step, and whether every place has room for its stages, for possible cuts."""
         made = [

@@ -80,9 +80,20 @@ def _of_parameter(shares: Shares, op: Op, count: int, on_device: float) -> Param
     if habits.standing and held.gradients:
         numel = leaf * count if _adds_up(shares, op) else shard * count
         held = replace(held, gradients=float(numel * (habits.gradient_bytes or _rest_itemsize(shares, op))))
-    if habits.moment_bytes:
+    if habits.moment_bytes is not None:
         held = replace(held, optimizer=held.optimizer * habits.moment_bytes / _rest_itemsize(shares, op))
-    return replace(held, optimizer=held.optimizer * on_device, master=held.master * on_device)
+    graded = held.gradients or (habits.flat and op.scope in shares.trained)
+    if habits.sums_last and plan.microbatches > 1 and graded and not lies.gathered:
+        read = shares.read((op.name, 0))
+        whole = float(read * count * op.out_dtypes[0].itemsize) if read > shard else held.gradients
+        held = replace(held, gradients=whole)
+    return replace(
+        held,
+        weights=0.0 if habits.hosts_weights else held.weights * shares.resting((op.name, 0)),
+        gradients=0.0 if habits.spends else held.gradients,
+        optimizer=held.optimizer * on_device,
+        master=held.master * on_device,
+    )
 
 
 def _whole_bytes(shares: Shares, op: Op, count: int) -> float:

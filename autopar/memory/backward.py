@@ -80,7 +80,7 @@ class Backward:
         self.buckets.drain()
         self._extend_to_end_of_inputs_part(start - 1)
         for storage in (
-            *self.final,
+            *(() if self.habits.spends else self.final),
             *(storage for late, _ in self.late.waiting for storage in (late.held, late.coming) if storage is not None),
         ):
             self.book.use(storage)
@@ -209,7 +209,7 @@ class Backward:
                 self.book.step(f"backward of {blocks.run.scope}")
                 self.late.add(Whole(self.book, self.book.like(slot, self.book.now), ways), unit)
             self.grown = self._late_bytes() - before
-        for value, op, slot in leaves.values():
+        for value, op, slot in leaves.values() if not self.habits.spends else ():
             if self._scattered(value) and not self.habits.standing:
                 self.final.append(self._gradient_at_rest(value, op, count))
             elif self.stay:
@@ -258,12 +258,8 @@ class Backward:
             op.where,
             backward_bytes(step.local, self.shares.plan.nodes[op.name].runs, self.habits),
         )
-        self.book.new(
-            "temporaries",
-            op.name,
-            op.where,
-            made_whole(step.local, min((slot.nbytes for slot in slots), default=math.inf)),
-        )
+        least = min((slot.nbytes for slot in slots if op.name not in self.shares.of_losses), default=math.inf)
+        self.book.new("temporaries", op.name, op.where, made_whole(step.local, least))
         self.forward.passing(op, backward=True)
         for index, value in enumerate(step.ins):
             if value.grad_bytes:

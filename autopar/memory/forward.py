@@ -15,6 +15,7 @@ from autopar.codegen.edges import Edges, Reshard
 from autopar.layout import moving
 from autopar.memory.ahead import Unit, begin_ahead, gather_into
 from autopar.memory.at_rest import cast_bytes
+from autopar.memory.habitual import in_registers, reads_frozen
 from autopar.memory.local import Local
 from autopar.memory.moves import done, fresh, halfway, workspace
 from autopar.memory.operators import copies, forward_bytes, heads_first
@@ -151,7 +152,8 @@ class Forward:
         if fresh(forward):
             kind = "gathered weights" if reshard.weight else "reshards"
             op = self.program.ops[ref[0]]
-            storage = self.book.new(kind, named(op), op.where, self.shares.value(ref, dst.value))
+            nbytes = self.shares.value(ref, dst.value) * self.shares.resting(ref)
+            storage = self.book.new(kind, named(op), op.where, nbytes)
             storage.regathered = (
                 reshard.gathers(self.sizes) if reshard.scope in self.plain else reshard.regathers(self.sizes)
             )
@@ -241,12 +243,10 @@ class Forward:
     def _made(self, op: Op, ins: Sequence[Value], nbytes: float) -> Storage:
         """A storage for the result of an operator. Where habits fuse the operator into the kernel of its reader it has
         no bytes, and to keep it means to keep its operands."""
-        if not self.habits.fused or op.leads or op.free:
-            return self.book.new("activations", op.name, op.where, nbytes)
-        made = self.book.new("activations", op.name, op.where, 0.0)
-        made.sources = tuple(
-            dict.fromkeys(real for value in ins if value.storage is not None for real in value.storage.real)
-        )
+        read = dict.fromkeys(real for value in ins if value.storage is not None for real in value.storage.real)
+        inside = in_registers(op, list(read), nbytes, self.habits, of_loss=op.name in self.shares.of_losses)
+        made = self.book.new("activations", op.name, op.where, 0.0 if inside else nbytes)
+        made.sources = tuple(read) if inside else ()
         return made
 
     def _local(self, op: Op, ins: Sequence[Value]) -> Local:
@@ -268,10 +268,12 @@ class Forward:
         (parameters, buffers, inputs)."""
         kept: dict[Storage, None] = {}
         instead = keeping(op, self.shares.options(op), self.sizes)
-        for index in op.saves if instead is None else instead.given:
+        saved = op.saves if instead is None else instead.given
+        for index in (0, *saved) if self.habits.keeps_rows and reads_frozen(op) else saved:
             value = ins[index] if index < len(ins) else outs[index - len(ins)]
             if copies(op, index, runs, self.habits):
-                kept[self.book.new("activations", op.name, op.where, local.ins[0])] = None
+                chunks = 1 if self.habits.chunked_logits else self.habits.loss_chunks
+                kept[self.book.new("activations", op.name, op.where, local.ins[0] * chunks)] = None
             elif index == 0 and self.habits.kept_bytes and op.scope and op.flops > 0 and op.weight[1:2] == (True,):
                 kept.update(
                     dict.fromkeys(self._narrow(op, real) for real in (value.storage.real if value.storage else ()))
@@ -362,7 +364,7 @@ class Forward:
         for storage in own:
             if storage in makers and makers[storage][1] in kept:
                 storage.nbytes = 0.0
-            elif between > 0:
+            elif between > 0 and not self.habits.hosts_blocks:
                 blocks.others.append(self.book.like(storage, began, between))
 
     def _first_again(self, blocks: Blocks, began: int, again: int, kept: Collection[Storage]) -> None:

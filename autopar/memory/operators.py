@@ -10,6 +10,8 @@ import torch
 
 from autopar.memory.cpu_temporaries import CPU
 from autopar.memory.habits import Habits
+from autopar.memory.habitual import LOSSES as COPIED
+from autopar.memory.habitual import made_whole
 from autopar.memory.local import Local, nothing
 from autopar.memory.temporaries import BACKWARD, FORWARD, reduced, same
 from autopar.problem.graph import Op
@@ -21,10 +23,6 @@ from passes import ops
 from passes.annotate_memory import TURNS
 
 aten = torch.ops.aten
-
-
-COPIED = (ops.cross_entropy_sum, ops.cross_entropy_each)
-"""Operators that keep a tensor of the size of operand 0, their log-softmax, and not operand 0."""
 
 
 SPLIT_LOSS = "cross_entropy"
@@ -67,7 +65,7 @@ def copies(op: Op, operand: int, runs: Sequence[str], habits: Habits) -> bool:
         operand == 0
         and op.target in COPIED
         and (SPLIT_LOSS not in runs or habits.log_softmax)
-        and not habits.loss_in_place
+        and not (habits.loss_in_place or habits.loss_fused)
     )
 
 
@@ -123,6 +121,10 @@ def _tiles(runs: Sequence[str]) -> int:
 
 def forward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
     """Temporary bytes of the forward of one call; `runs` are its runtime algorithms."""
+    return _forward_bytes(local, runs, habits) + made_whole(local, habits)
+
+
+def _forward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
     if in_place(local.op, habits) or _by_algorithm(runs):
         return 0.0
     if _tiles(runs) > 1:
@@ -136,6 +138,10 @@ def forward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
 
 def backward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
     """Temporary bytes of the backward of one call."""
+    return _backward_bytes(local, runs, habits) + made_whole(local, habits)
+
+
+def _backward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
     if in_place(local.op, habits) or _by_algorithm(runs):
         return 0.0
     if SPLIT_LOSS in runs:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.codegen.edges import options
 from autopar.layout import Layout, is_placed, is_shard, most_elements, placed_on
 from autopar.memory.habits import EMITTED, Habits
+from autopar.memory.habitual import in_fewer_bits, of_losses
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.pairs import LayoutPair
 from autopar.rules.language import Option
+
+WHOLE = (1.0, 1.0)
 
 
 @dataclass(eq=False)
@@ -48,12 +52,45 @@ class Shares:
 
     def value(self, ref: Ref, layout: Layout) -> float:
         """Bytes of a value in a layout, for one microbatch."""
+        return self._whole(ref, layout) * self.of_losses.get(ref[0], WHOLE)[0]
+
+    def _whole(self, ref: Ref, layout: Layout) -> float:
         op = self.program.ops[ref[0]]
         return self.elements(op.call.outs[ref[1]].sizes, layout) * op.out_dtypes[ref[1]].itemsize / self.cuts(ref)
 
     def gradient(self, ref: Ref, pair: LayoutPair) -> float:
         """Bytes of the gradient of a value, 0 where it has none."""
-        return self.value(ref, pair.grad) if pair.has_grad else 0.0
+        return self._whole(ref, pair.grad) * self.of_losses.get(ref[0], WHOLE)[1] if pair.has_grad else 0.0
+
+    def resting(self, ref: Ref) -> float:
+        """The bytes that a weight rests in over those that it is computed with, where habits hold it in fewer bits."""
+        op = self.program.ops[ref[0]]
+        few = self.habits.frozen_bytes and in_fewer_bits(op)
+        return self.habits.frozen_bytes / op.out_dtypes[0].itemsize if few else 1.0
+
+    def read(self, ref: Ref) -> int:
+        """Elements of a weight on this rank as its readers have it."""
+        sizes = self.program.ops[ref[0]].call.outs[ref[1]].sizes
+        return max((self.elements(sizes, pair.value) for pair in self._asked.get(ref, ())), default=0)
+
+    @cached_property
+    def _asked(self) -> dict[Ref, list[LayoutPair]]:
+        found: dict[Ref, list[LayoutPair]] = {}
+        for op in self.program.ops.values():
+            for index, ref in enumerate(op.operands if op.role == "op" else ()):
+                found.setdefault(ref, []).append(self.asked(op.name, index))
+        return found
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """The runs of blocks that have weights with gradients."""
+        ops = self.program.ops.values()
+        return frozenset(op.scope for op in ops if op.scope and op.role == "param" and op.call.outs[0].grad)
+
+    @cached_property
+    def of_losses(self) -> dict[str, tuple[float, float]]:
+        """Values of losses that habits do not hold whole."""
+        return of_losses(self.program.ops, self.habits)
 
     def cuts(self, ref: Ref) -> int:
         """Into how many parts microbatches cut a value."""

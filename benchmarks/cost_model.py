@@ -44,7 +44,8 @@ def predicted(loaded: Loaded, *, memory: bool) -> list[Result]:
             loaded.refused.append(f"{row.name}: {type(error).__name__} {' '.join(str(error).split())[:200]}")
             return None
 
-    for row in loaded.rows:
+    for stated in loaded.rows:
+        row = (memory and told(stated, predictor.settled)) or stated
         step = told(row, predictor.predict)
         if step is not None:
             found.append(Result(row, step, told(row, predictor.held) if row.peaks and memory else None))

@@ -30,6 +30,13 @@ class Predictor:
         """The step of one row."""
         return predict(self.place(row), row.model.layer_kinds, row.setup, row.cluster)
 
+    def settled(self, row: Row) -> Row:
+        """`row` with every block run again, where nothing is published of that, what devices held is, and they would
+        not have room otherwise: what was measured fitted."""
+        if not (row.unsaid and row.peaks) or self.held(row).peak_bytes <= row.cluster.device.memory_bytes:
+            return row
+        return replace(row, setup=replace(row.setup, recompute="full"))
+
     def held(self, row: Row) -> Held:
         """The memory of each place of one row at its peak."""
         return peak(self._graph(row.model, HELD_IN), row.setup, row.cluster)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.costmodel.adapters import adapters_of
 from benchmarks.costmodel.config import Config, Latent
 from benchmarks.costmodel.devices import cluster_of
 from benchmarks.costmodel.graphs import graphs
@@ -14,8 +15,9 @@ from benchmarks.costmodel.predict import Setup, Software
 from benchmarks.costmodel.ranks import FORWARDS_FIRST, Ranks
 from benchmarks.costmodel.reruns import Rerun
 from benchmarks.costmodel.rows import Loaded, Peak, Row
+from benchmarks.costmodel.savings import climbed, from_host, saving
 from benchmarks.costmodel.sharding import Sharding
-from benchmarks.costmodel.software import Adapters, Facts, facts, in_fewer_bits
+from benchmarks.costmodel.software import Facts, facts, in_fewer_bits
 from benchmarks.costmodel.tables import Line, Refused, count, positive, rows_of, ways
 from benchmarks.costmodel.times import step_s
 
@@ -60,11 +62,7 @@ WORKSPACES = 3
 ADAM_BYTES = 28.0
 """Read and written by Adam for each element in 32 bits: four numbers and three."""
 
-OFFLOADED = r"(?i)offload(?!\w* ?[=:] ?(?:false|off|no|none|0)\b)|infinity"
-NOT_OFFLOADED = r"(?i)\b(?:no|without|w/o)[ _-](?:\w+[ _-])?offload\w*"
-"""How a line says that weights or states are in the memory of the host (ZeRO-Infinity has them there), and that they
-are not."""
-
+ON_DISK = r"(?i)infinity|nvme"
 OTHER_ADAPTERS = r"(?i)\b(?:dora|lora\+|rslora|adalora|ia3)(?!\w)"
 
 LATENT = r"\bMLA\b"
@@ -87,6 +85,7 @@ def load(path: Path) -> Loaded:
 
 
 def _row(line: Line, name: str) -> Row:
+    line = climbed(line)
     if re.search(FAILED, line["status"]):
         raise Refused(f"status {line['status']}: nothing was measured")
     ranks = Ranks.of(line)
@@ -103,7 +102,9 @@ def _row(line: Line, name: str) -> Row:
     zero = sharding.zero if line["zero_fsdp"] else known.zero
     model = _model(line, known, tp)
     precision, matmul = _precision(line)
-    batch = count(line, "global_batch")
+    # one microbatch, for memory, where a line does not say how many there are
+    alone = count(line, "micro_batch") * dp if line["peak_mem_value"] and line["micro_batch"] else None
+    batch = count(line, "global_batch", alone)
     micro = count(line, "micro_batch", _usual_micro(batch, ranks, known))
     if batch % (micro * dp):
         raise Refused(f"a batch of {batch} is no multiple of micro batch {micro} x {dp} ranks")
@@ -132,16 +133,20 @@ def _row(line: Line, name: str) -> Row:
         recompute_share=again.share,
         parts=again.parts,
         again=(again.first,) * (ranks.pp * ranks.vpp) if again.first else (),
-        software=_software(line, known, precision, matmul, sequence and tp > 1, ranks),
+        software=_software(line, known, (precision, matmul), model, sequence and tp > 1, ranks),
     )
     cluster = cluster_of(line, ranks.gpus)
-    seconds = step_s(
-        line,
-        ranks.gpus,
-        model,
-        cluster.device.peak_flops.get(matmul or precision, 0.0),
-        again,
-        causal=known.causal_flops,
+    seconds = (
+        None
+        if not line["global_batch"]
+        else step_s(
+            line,
+            ranks.gpus,
+            model,
+            cluster.device.peak_flops.get(matmul or precision, 0.0),
+            again,
+            causal=known.causal_flops,
+        )
     )
     peaks = () if ranks.both_ways or precision == "float32" else _peaks(line)  # memory is told of mixed precision
     if seconds is None and not peaks:
@@ -156,6 +161,7 @@ def _row(line: Line, name: str) -> Row:
         precision,
         seconds,
         peaks,
+        unsaid=not line["recompute"],
         complete=_complete(line),
         remarks=(*remarks, line["notes"]),
     )
@@ -193,10 +199,8 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
     kind, about = line["model_type"], line["arch_source"]
     if kind not in ("dense-gpt", "dense-llama", "dense", "moe"):
         raise Refused(f"models of type {kind} are not built")
-    if re.search(OFFLOADED, re.sub(NOT_OFFLOADED, "", f"{line['model']} {line['zero_fsdp']}")):
-        raise Refused("training from the memory of the host is not priced")
-    if re.search(r"(?i)\bqlora\b", line["model"]):
-        raise Refused("weights in 4 bits are not built")
+    if re.search(ON_DISK, f"{line['model']} {line['zero_fsdp']}"):
+        raise Refused("training from disks is not priced")
     if other := re.search(OTHER_ADAPTERS, line["model"]):
         raise Refused(f"adapters of kind {other[0]} are not built")
     hidden, heads, layers = (count(line, key) for key in ("hidden", "n_heads", "n_layers"))
@@ -213,7 +217,7 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
     tied = (gpt and not squared and "untied" not in notes) or re.search(
         r"\btied?[ _](word[ _])?embeddings?\b(?![ =:]*false)", about
     ) is not None
-    adapters = _adapters(line, known)
+    adapters = adapters_of(line, known.adapters)
     vocab = -(-count(line, "vocab", GPT2_VOCAB if gpt else None) // (128 * tp)) * 128 * tp  # as Megatron pads
     moe = kind == "moe"
     if moe and "; gelu;" in notes:
@@ -244,14 +248,6 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
         adapted=adapters.layers,
         **(_experts(line, known) if moe else {}),
     )
-
-
-def _adapters(line: Line, known: Facts) -> Adapters:
-    """Those of its software, as wide as the line says."""
-    if not re.search(r"(?i)\blora\b", line["model"]):
-        return Adapters(0, ())
-    rank = _number(r"(?i)\b(?:lora[ _-]?)?rank[ =:]*(\d+)", f"{line['model']} {line['notes']}")
-    return replace(known.adapters, rank=rank or known.adapters.rank)
 
 
 def _kv_heads(published: int, heads: int, tp: int) -> int:
@@ -349,24 +345,32 @@ def _own_experts(line: Line, known: Facts, ranks: Ranks, ep: int) -> tuple[bool,
     return whole, ranks.over_context(ways) and (known.folded or stated is not None or ranks.dp % ways > 0)
 
 
-def _software(line: Line, known: Facts, precision: str, matmul: str, sequence_parallel: bool, ranks: Ranks) -> Software:
-    """What the software does with a model in `precision`, matmuls in `matmul`, on the device of a line. DualPipe runs
+def _software(
+    line: Line, known: Facts, dtypes: tuple[str, str], model: Config, sequence_parallel: bool, ranks: Ranks
+) -> Software:
+    """What the software does with a `model` in a dtype, matmuls in another, on the device of a line. DualPipe runs
     one microbatch's tokens to experts and back beside another's compute (https://arxiv.org/abs/2412.19437, section
     3.2.1)."""
+    precision, matmul = dtypes
     run = " ".join(line.get(column, "") for column in ("source_table", "model", "model_type", "gpu", "dtype"))
     habits = replace(
         known.software.habits,
         kept_bytes=1 if matmul else 0,
         workspace_bytes=WORKSPACES * next((size for name, size in WORKSPACE.items() if name in line["gpu"]), 0),
     )
-    software = in_fewer_bits(known.software, matmul, line["notes"], sequence_parallel)
+    told = saving(
+        replace(known.software, habits=habits), f"{line['notes']}; {line['model']}", model.vocab, model.hidden
+    )
+    if re.search(r"(?i)\bdeepspeed\b", f"{line['notes']} {line['zero_fsdp']}"):  # sums gradients of each microbatch
+        told = replace(told, sums_last=False, habits=replace(told.habits, sums_last=False))
+    told = from_host(told, f"{line['model']} {line['zero_fsdp']}", ranks.pp * ranks.vpp)
+    software = in_fewer_bits(told, matmul, line["notes"], sequence_parallel)
     if precision == "float32":  # nothing is sent in fewer bits
         whole = max(software.optimizer_bytes, ADAM_BYTES)
         software = replace(software, gathered_bytes=4, gradient_bytes=4, optimizer_bytes=whole)
     return replace(
         replace(software, **graphs(line["source_id"], run, line["notes"])),
         matmul=matmul,
-        habits=habits,
         hidden_tokens=1.0 if ranks.schedule == "dualpipev" else 0.0,
     )
 

@@ -28,7 +28,8 @@ said, the context and other libraries too (nvidia-smi); what XLA's allocator gav
 class Row:
     """`model.layers` blocks of `model`, trained as `setup` on `cluster`: `step_s` seconds a step (None: not published),
     `peaks` of the memory of devices. `group`: rows that differ in the configuration alone. `complete`: all that a
-    prediction needs is published. `remarks`: what is known to be odd, or was assumed."""
+    prediction needs is published. `unsaid`: nothing is of recomputation. `remarks`: what is known to be odd,
+    or was assumed."""
 
     name: str
     source: str
@@ -39,6 +40,7 @@ class Row:
     step_s: float | None
     peaks: tuple[Peak, ...] = ()
     group: tuple[object, ...] = ()
+    unsaid: bool = False
     complete: bool = True
     remarks: tuple[str, ...] = ()
 

@@ -12,25 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.memory import Habits
+from benchmarks.costmodel.adapters import EVERYWHERE, FUSED_QKV, ON_QUERIES, Adapters
 from benchmarks.costmodel.predict import Software
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """Low-rank adapters, `rank` wide, beside the layers of a block that `layers` names: those of transformer.linear."""
-
-    rank: int
-    layers: tuple[str, ...]
-
-
-EVERYWHERE = Adapters(8, ("qkv", "proj", "up", "gate", "down"))
-"""On every matmul of a block: torchtune's recipes (lora_rank 8, apply_lora_to_mlp), NeMo AutoModel's
-(match_all_linear)."""
-
-FUSED_QKV = Adapters(32, ("qkv",))
-"""What the performance scripts of NeMo and Megatron-Bridge train: target_modules = ["linear_qkv"]
-(nemo/collections/llm/recipes, finetune_performance_optimizations), of the default width of
-nemo/collections/llm/peft/lora.py."""
+from benchmarks.costmodel.savings import CHUNKS
 
 
 @dataclass(frozen=True)
@@ -137,12 +121,23 @@ TUNE = replace(
     why=f"{FSDP.why}; dtype: bf16 of its recipes is that of parameters, gradients and optimizer state "
     "(docs/source/tutorials/memory_optimizations.rst, Model Precision)",
 )
+LAST = replace(PYTORCH, sums_last=True)
+"""Gradients of FSDP stay whole until the last microbatch."""
+
+LIGHTNING = replace(
+    FSDP,
+    adapters=ON_QUERIES,
+    software=replace(FSDP.software, sums_last=True, habits=replace(LAST, flat=True)),
+    why=f"{FSDP.why}; gradients summed behind the last microbatch (no_backward_sync, litgpt/finetune/lora.py), weights "
+    "of a block in one flat parameter, frozen ones too (lightning/fabric/strategies/fsdp.py, use_orig_params)",
+)
 HUGGING_FACE = replace(
     FSDP,
     norm_in_parts=True,
-    software=replace(FSDP.software, stops_early=False),
+    software=replace(FSDP.software, stops_early=False, sums_last=True, habits=LAST),
     why="eager, RMS norms of several operators (LlamaRMSNorm, transformers/models/llama/modeling_llama.py), "
-    "checkpoints with reentrance (gradient_checkpointing_enable, use_reentrant, transformers/modeling_utils.py)",
+    "checkpoints with reentrance (gradient_checkpointing_enable, use_reentrant, transformers/modeling_utils.py), "
+    "gradients summed behind the last microbatch (no_sync in training_step, transformers/trainer.py; not by DeepSpeed)",
 )
 TITAN = replace(
     FSDP,
@@ -284,12 +279,23 @@ NOTED: tuple[tuple[str, dict[str, Any]], ...] = (
 """What notes say of software, and what that is."""
 
 
+CHUNKED = replace(PYTORCH, loss_chunks=CHUNKS, loss_fused=True)
+"""A loss in chunks that is compiled by itself."""
+
 BY_TABLE: tuple[tuple[str, str, dict[str, Any]], ...] = (
     # of May 2023 (300cc5c58), under torch 1.13.1, whose checkpoints run all of a block again (pytorch/pytorch#96866
     # came with 2.1)
     ("llm-foundry", "A100 40GB", {"stops_early": False}),
     # of January 2024 (5e85bd62d, sweep.py): attn_impl = flash for these, of flash-attn 2.4.2
     ("llm-foundry", r"Large Scale.* MPT-[137]b$", {"attention": 1.0}),
+    # the recipes of September 2024 (30b8519e8): a loss in chunks, compiled, and for all of a model on one device an
+    # optimizer in the backward with paged state (recipes/configs/llama3_1, 8B_full_single_device.yaml)
+    ("torchtune", "^Memory and training speed", {"habits": CHUNKED}),
+    (
+        "torchtune",
+        "^Memory and training speed .*full finetune$",
+        {"habits": replace(CHUNKED, spends=True, moment_bytes=0.0)},
+    ),
 )
 """Source, what its table and model are called, and what was other software there."""
 
@@ -301,11 +307,15 @@ OF_OTHERS = (
 """How notes or a model's name say that a row is of other software than its source's, and which: Alpa's tables have runs
 of Megatron-LM beside its own (alpa-projects/alpa, benchmark/megatron), those of NVIDIA's recipes some of JAX."""
 
+COMPILED = r"torch\.compile|(?:^|[,;]) ?compiled?\b"
+"""How notes say that blocks are compiled; losses seldom are."""
+
 BY_HUGGING_FACE = (
     r"(?i)\b(?:transformers|hugging ?face|HF)\b(?! (?:config|checkpoint|hub|model|card|token))|"
     r"\b(?:PEFT|TRL)\b|axolotl|llama-?factory|xtuner"
 )
-EAGER = r"(?i)\beager\b|\blit-?gpt\b|\blightning\b|(?<!megatron-)\bdeepspeed\b|\bpytorch (?:DDP|FSDP)\b"
+BY_LIGHTNING = r"(?i)\blit-?gpt\b|\blightning\b"
+EAGER = r"(?i)\beager\b|(?<!megatron-)\bdeepspeed\b|\bpytorch (?:DDP|FSDP)\b"
 """How the name of a source that is not listed, or a row's notes, say that its software is torch's own operators."""
 
 
@@ -315,6 +325,8 @@ def _unlisted(told: str, zero: int) -> Facts:
         return FSDP if zero == 3 or "torch.compile" in told else MEGATRON
     if re.search(BY_HUGGING_FACE, told):
         return HUGGING_FACE
+    if re.search(BY_LIGHTNING, told):
+        return LIGHTNING
     return FSDP if zero == 3 or "torch.compile" in told or re.search(EAGER, told) else MEGATRON
 
 
@@ -331,11 +343,10 @@ def facts(source: str, notes: str, zero: int, sequence_parallel: bool, table: st
     for start, pattern, known in BY_TABLE:
         if source.startswith(start) and re.search(pattern, table):
             software = replace(software, **known)
-    if "torch.compile" in notes:
-        software, found = (
-            replace(software, fused=True, captured=True, habits=replace(software.habits, fused=True)),
-            replace(found, norm_in_parts=False),
-        )
+    if re.search(COMPILED, notes):
+        habits = replace(software.habits, fused=True, keeps_sums=True)
+        software = replace(software, fused=True, captured=True, habits=habits)
+        found = replace(found, norm_in_parts=False)
     if re.search("async ?tp", notes.lower()):
         software = replace(software, hidden_tensor=MEGATRON.software.hidden_tensor)
     elif not sequence_parallel:
@@ -354,4 +365,6 @@ def facts(source: str, notes: str, zero: int, sequence_parallel: bool, table: st
     local = "_mcore_" in notes and "_te_" not in notes
     if local or "attention-backend unfused" in notes:
         found = replace(found, flash=False)
+    if source.startswith("torchtune") and re.search("^Memory and training speed", table):
+        found = replace(found, adapters=ON_QUERIES)
     return replace(found, software=software)

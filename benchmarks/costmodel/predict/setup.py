@@ -39,6 +39,9 @@ class Software:
     optimizer_bytes      bytes that the optimizer reads and writes per step for each element that a rank owns
     masters              trained parameters rest and are updated in 32 bits, with state of 32; else all of that has the
                          dtype that is computed in
+    hosted               the optimizer runs on the host: gradients go there and weights come back, once per step
+    made_bytes           bytes that are read and written to make an element of a frozen weight of one in 4 bits, at each
+                         use
     hidden_tensor        share of the time of tensor-parallel collectives that is overlapped with the matmuls before or
                          after them
     hidden_tokens        share of the time of all-to-alls to experts and back that is overlapped with another microbatch
@@ -52,6 +55,7 @@ class Software:
                          and microbatch
     gathers_once         pipeline stages gather sharded weights once per step and reduce-scatter their gradients once,
                          not per microbatch
+    sums_last            gradients are scattered once per step, behind the last microbatch (no_sync)
     stops_early          recomputation of a block ends once the last tensor is saved (torch.utils.checkpoint without
                          reentrance, since torch 2.1)
     tokens_in_parts      each tensor-parallel rank sends a part of the tokens to the experts, and the parts are
@@ -75,6 +79,8 @@ class Software:
     matmul_share: float = 1.0
     optimizer_bytes: float = 30.0
     masters: bool = True
+    hosted: bool = False
+    made_bytes: float = 0.0
     captured: bool = False
     captured_mlp: bool = False
     hidden_tensor: float = 0.0
@@ -84,6 +90,7 @@ class Software:
     tensor_share: float = 1.0
     shard_bytes: float = 0.0
     gathers_once: bool = False
+    sums_last: bool = False
     stops_early: bool = False
     tokens_in_parts: bool = False
     rows_once: bool = False

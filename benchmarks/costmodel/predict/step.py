@@ -20,6 +20,7 @@ from autopar.errors import PlanError
 from autopar.pipeline.makespan import step_s
 from autopar.pipeline.orders import Action, StageTime, orders
 from autopar.problem.prices import OVERLAP
+from benchmarks.costmodel.predict.hosted import host_update_s
 from benchmarks.costmodel.predict.owners import Owners, between, line
 from benchmarks.costmodel.predict.place import Place, UnitTime
 from benchmarks.costmodel.predict.setup import APART, WHOLE, Setup
@@ -132,7 +133,10 @@ class _Step:
         # ZeRO-2
         self.zero = 2 if setup.zero == 3 and setup.pp > 1 and self.software.gathers_once else setup.zero
         # gradients that rest cut are scattered after every microbatch; pipelines keep them whole until the last one
-        self.scattered = self.zero == 3 or (setup.zero == 2 and setup.pp == 1 and setup.microbatches > 1)
+        self.late = self.software.sums_last and setup.microbatches > 1
+        self.scattered = not self.late and (
+            self.zero == 3 or (setup.zero == 2 and setup.pp == 1 and setup.microbatches > 1)
+        )
         self.stages = line(cluster, inner * setup.dp, setup.pp)
         nodes = math.prod(level.size for level in cluster.levels[:-1])
         self.slowest = 1.0 + self.device.spread * largest_of(nodes)
@@ -169,9 +173,10 @@ class _Step:
             times, shares = _Times(), self.layers.shares(inside, sum(dealt[:index]), blocks)
             for i, name in enumerate(names):
                 if name in shares:
-                    self._add(times, self.place.times[name], shares[name], again=self._again(index, blocks))
+                    again = self._again(index, blocks)
+                    self._add(times, self.place.times[name], shares[name], again=again, in_block=True)
                 elif index == (0 if i < first else count - 1):
-                    self._add(times, self.place.times[name], 1.0, again=0.0)
+                    self._add(times, self.place.times[name], 1.0, again=0.0, in_block=False)
             found.append(times)
         return found
 
@@ -181,8 +186,8 @@ class _Step:
             return min(1.0, self.setup.again[stage] / blocks) if blocks else 0.0
         return self.setup.recompute_share
 
-    def _add(self, times: _Times, unit: UnitTime, count: float, *, again: float) -> None:
-        """Add `count` instances of a unit, of which a share of `again` runs again."""
+    def _add(self, times: _Times, unit: UnitTime, count: float, *, again: float, in_block: bool) -> None:
+        """Add `count` instances of a unit, of a block or outside, of which a share of `again` runs again."""
         setup, software = self.setup, self.software
         comm = (1.0 - software.hidden_tensor) * software.tensor_share
         beside = software.hidden_tokens * (1.0 - self.device.contended) * _room(unit)
@@ -191,6 +196,8 @@ class _Step:
             for whole, routed in ((unit.forward_s, unit.routed_s), (unit.backward_s, unit.routed_back_s))
         )
         back += self._accumulate_s(unit)
+        made_s = (unit.parameters - unit.trained) * software.made_bytes * in_block / self.bandwidth_bytes_s
+        forward, back = forward + made_s, back + made_s
         forward_comm, back_comm = unit.forward_comm_s * comm, unit.backward_comm_s * comm
         again_s = again_comm = again_host = 0.0
         host = self.device.dispatch_s * unit.calls(software)
@@ -209,7 +216,7 @@ class _Step:
         host_s = _host_wait_s(host, forward + forward_comm)
         host_back_s = _host_wait_s(host + again_host, back + back_comm + again_s + again_comm)
         exposed = [0.0, 0.0]
-        if self.scattered and self.dense.shards.size > 1:
+        if (self.scattered or self.zero == 3) and self.dense.shards.size > 1:
             exposed = self._shards_s(unit, forward + host_s, back + again_s + host_back_s)
         times.forward_s += count * forward
         times.backward_s += count * back
@@ -254,7 +261,9 @@ class _Step:
         gather = (self.zero == 3) * self._over_shards(
             "all_gather", self.software.gathered_bytes, unit.parameters, unit.expert_parameters
         )
-        scatter = self._over_shards("reduce_scatter", self.software.gradient_bytes, unit.trained, unit.expert_trained)
+        scatter = self.scattered * self._over_shards(
+            "reduce_scatter", self.software.gradient_bytes, unit.trained, unit.expert_trained
+        )
         copied_s = self.software.shard_bytes * unit.parameters / self.bandwidth_bytes_s
         if not self.software.overlap_gradients:
             return [gather, gather + scatter + copied_s]
@@ -338,10 +347,11 @@ class _Step:
         """The optimizer's pass over what a rank owns, the norm of the gradients and their reset."""
         held = sum(t.trained for t in stages)
         owned = sum(self._owned(t) for t in stages) if self.setup.zero else held
+        if self.software.hosted:
+            return host_update_s(self.device, self.software, owned)
         whole = owned if self.setup.zero == 3 else held
-        return (
-            self.software.optimizer_bytes * owned + 2 * self.software.gradient_bytes * whole
-        ) / self.bandwidth_bytes_s
+        moved = self.software.optimizer_bytes * owned + 2 * self.software.gradient_bytes * whole
+        return moved / self.bandwidth_bytes_s
 
 
 def _order(setup: Setup, microbatches: int) -> tuple[tuple[Action, ...], ...]:

@@ -126,7 +126,7 @@ def test_dense_models_of_no_kind_are_gated_where_their_feed_forward_is_narrower(
 @pytest.mark.parametrize(
     "change, why",
     [
-        ({"model": "m QLoRA"}, "weights in 4 bits are not built"),
+        ({"zero_fsdp": "ZeRO-3 with NVMe offload"}, "training from disks is not priced"),
         ({"status": "oom"}, "nothing was measured"),
         ({"n_heads": ""}, "n_heads was not published"),
         ({"gpu": "TPUv9"}, "no preset for TPUv9"),

@@ -34,3 +34,22 @@ def test_stages_may_gather_once() -> None:
     assert once.step_s < each.step_s and once.optimizer_s == each.optimizer_s
     alone = [step(pp=1, dp=8, zero=3, software=Software(gathers_once=on)) for on in (False, True)]
     assert alone[0] == alone[1]
+
+
+def test_gradients_may_be_scattered_behind_the_last_microbatch() -> None:
+    """As without synchronisation: weights are gathered for each, gradients scattered once."""
+    each, last = (
+        step(pp=1, dp=8, zero=3, microbatches=4, software=Software(sums_last=on, overlap_gradients=False))
+        for on in (False, True)
+    )
+    assert each.sync_s < last.sync_s and last.shards_s < each.shards_s
+    assert each.shards_s - last.shards_s == pytest.approx(4 * (last.sync_s - each.sync_s), rel=0.2)
+    alone = [step(pp=1, dp=8, zero=3, microbatches=1, software=Software(sums_last=on)) for on in (False, True)]
+    assert alone[0] == alone[1]
+
+
+def test_an_optimizer_on_the_host_waits_for_copies_and_its_memory() -> None:
+    here, there = (step(pp=1, dp=8, zero=3, software=Software(hosted=on)) for on in (False, True))
+    assert there.optimizer_s > 10 * here.optimizer_s and there.sync_s == here.sync_s
+    short = step(pp=1, dp=8, zero=3, software=Software(hosted=True, optimizer_bytes=15.0))
+    assert short.optimizer_s < there.optimizer_s

@@ -54,6 +54,7 @@ from autopar.capture.python_random import draws, where_drawn
 from autopar.capture.shadow import WithLoss
 from autopar.capture.spans import LARGEST_TRIED_SIZE, Fixed, span, unkept
 from autopar.capture.to_graph import label
+from autopar.capture.torch_forwards import WholeLosses
 from autopar.capture.value_checks import passing_guards
 from autopar.errors import CaptureError
 from passes._torch import shape_check, unasked_layouts
@@ -208,7 +209,7 @@ class _Exporting:
             draws() as drawn,
             picks,
             self.masks,
-            EqualMasks(),
+            _modes(),
         ):
             program = torch_export(
                 model, trial.args, trial.kwargs, dynamic_shapes=_dynamic_shapes(model, trial.shapes), strict=False
@@ -329,6 +330,13 @@ def _plain_outputs(model: nn.Module, left_out: dict[str, str]) -> None:
         return pytree.tree_map_with_path(known, by_field(forward(*args, **kwargs)))
 
     becomes(model, plain, inspect.signature(forward))
+
+
+@contextmanager
+def _modes() -> Iterator[None]:
+    """A context in which functions of torch give what can be traced and split."""
+    with EqualMasks(), WholeLosses():
+        yield
 
 
 def _without_cache_if_small(model: nn.Module) -> AbstractContextManager[None]:

@@ -1,5 +1,5 @@
-"""Replacements for forwards of torch's modules that read values of tensors, by operators with the same results. Called
-by shadow.
+"""Replacements for forwards of torch's modules that read values of tensors, and for a loss that cannot be split, by
+operators with the same results. Called by shadow and export.
 
 Tracing has no values: it cannot read a counter as a number (batch norms without momentum), nor skip the clusters that
 no target is in (adaptive softmax).
@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 
 def without_values(twin: nn.Module) -> None:
@@ -22,6 +23,19 @@ def without_values(twin: nn.Module) -> None:
         reads, forward = READING.get(type(module).forward, (_never, None))
         if forward is not None and "forward" not in vars(module) and reads(module):
             module.forward = MethodType(forward, module)
+
+
+class WholeLosses(TorchFunctionMode):
+    """A mode in which torch's loss of a linear layer makes all logits, whatever options it has. In chunks it is one
+    operator, whose gradients its forward makes: nothing could split it, and every rank would compute all rows."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "linear_cross_entropy":
+            kwargs = {**kwargs, "options": None}
+        return func(*args, **kwargs)
 
 
 def _never(module: nn.Module) -> bool:

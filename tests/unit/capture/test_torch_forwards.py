@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autopar.capture import capture
 from autopar.capture.shadow import shadow
@@ -59,3 +60,29 @@ def test_forwards_of_the_user_stay() -> None:
         assert vars(shadow(model)).get("forward") is vars(model).get("forward")
     with pytest.raises(CaptureError, match="read off a tensor"):
         capture(Normed(Own(4, momentum=None)), (torch.randn(8, 4),))
+
+
+class Chunked(nn.Module):
+    """torch's loss of a linear layer, by default in chunks where it has such (2.13)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.head = nn.Linear(4, 6), nn.Linear(6, 50, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        rows = self.map(x).flatten(0, 1)
+        if not hasattr(F, "linear_cross_entropy"):
+            return F.cross_entropy(self.head(rows), targets.flatten())
+        return F.linear_cross_entropy(rows, self.head.weight, targets.flatten(), options=nn.LinearCrossEntropyOptions())
+
+
+def test_a_loss_in_chunks_is_captured_as_one_that_can_be_split() -> None:
+    """It was one operator without a rule, which every rank ran on all rows at no price, for one size of the batch."""
+    torch.manual_seed(0)
+    model, inputs = Chunked(), (torch.randn(8, 16, 4), torch.randint(0, 50, (8, 16)))
+    captured = capture(model, inputs)
+    called = {str(node.target) for node in captured.gm.graph.nodes if node.op == "call_function"}
+    assert "chunked" not in " ".join(called) and any("cross_entropy_sum" in name for name in called)
+    assert captured.gm.meta["symbols"]
+    rows, notes = graph_rows(model, captured, inputs, {}, training=True)
+    assert not notes and all(row.ok for row in rows), rows

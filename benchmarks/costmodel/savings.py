@@ -36,6 +36,7 @@ HABITS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"(?i)\boptimi[sz]er[-_ ](?:step[-_ ])?in(?:to)?[-_ ](?:the[-_ ])?b(?:ac)?k?w", {"spends": True}),
     (r"(?i)\bchunked[- ](?:cross|CE\b|loss|output)", {"loss_chunks": CHUNKS}),
     (r"(?i)\bchunked[- ](?:cross|CE\b|loss|output).*\bcompile|\bcompile.*\bchunked[- ]", {"loss_fused": True}),
+    (r"(?i)\bno_sync\b", {"sums_last": True}),
     (r"(?i)\bactivations?[-_ ](?:CPU[-_ ])?off-?load", {"hosts_blocks": True}),
 )
 """What notes say of how memory is held, and what that is."""
@@ -64,6 +65,7 @@ def saving(software: Software, told: str, classes: int, width: int) -> Software:
         changed["frozen_bytes"] = IN_4_BITS_PLAIN if re.search(PLAIN_SCALES, said) else IN_4_BITS
         software = replace(software, made_bytes=2 + changed["frozen_bytes"])
     made = replace(software, habits=replace(software.habits, **changed))
+    made = replace(made, sums_last=made.sums_last or made.habits.sums_last)
     moment = made.habits.moment_bytes
     if not moment or "moment_bytes" not in changed:
         return made

@@ -105,6 +105,7 @@ def test_a_ladder_of_techniques_has_those_below(tmp_path: Path) -> None:
         ("axolotl", "", "DeepSpeed ZeRO-3", False, False),
         ("litgpt", "", "FSDP", True, True),
         ("torchtitan", "", "FSDP", False, False),
+        ("torchtitan", "accumulates under no_sync", "FSDP", True, False),
     ],
 )
 def test_gradients_without_synchronisation(

@@ -38,10 +38,6 @@ SHIFTED = 0.05
 """Relative: how much faster a pipeline may become by cuts that are shifted, which a glance does not try. Results of a
 glance that are slower by more are not laid out."""
 
-SUMS_COUNT = 0.02
-"""Relative to the work of a step: sums of gradients in pipelines for which layouts are also chosen as if nothing
-overlapped them."""
-
 
 @dataclass(frozen=True, eq=False)
 class Glance:
@@ -284,7 +280,7 @@ class Pricing:
             raise Beaten(proven_s, full=chosen.counted_bytes >= FULL * self.context.mean_bytes(shape.places))
         tried = [chosen]
         # the Problem lets all passes overlap what only the last backwards do: the other extreme may choose better
-        if self._sums_count(chosen, shape.microbatches):
+        if chosen.sums_count(shape.microbatches):
             tried.append(
                 self.context.solve(models, least, level, exact=exact, each=each, spare_bytes=spare_bytes, beside=False)
             )
@@ -308,17 +304,6 @@ class Pricing:
         """`error` of what runs of the solutions `tried`, with how much room others have to leave free."""
         unfilled_bytes = self.context.mean_bytes(shape.places) - max(chosen.counted_bytes for chosen in tried)
         return Overfull(error, unfilled_bytes + (error.missing_bytes or 0.0))
-
-    @staticmethod
-    def _sums_count(chosen: Chosen, microbatches: int) -> bool:
-        """Whether sums of gradients once per step take so long that what overlaps them counts; on one place they may
-        always."""
-        if not chosen.apart:
-            return any(net.group >= 0 for net in chosen.models.once.problem.nets)
-        return any(
-            sum(c.summed_s for c in pieces.costs) > SUMS_COUNT * sum(c.micro_s for c in pieces.costs) * microbatches
-            for pieces in chosen.pieces
-        )
 
     def laid_exactly(self, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen) -> Found:
         """`chosen` laid out as it runs, with as many blocks run again as memory requires, or with all of them where no

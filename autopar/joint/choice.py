@@ -108,6 +108,8 @@ def staged(
             context.roomy.update(walk.pricing.roomy if walk.space in FREE else {})
     least_s = min(walk.least_floor_s for walk in walks)
     bound_s = min(least_s, _bound_s(context, flat)) if context.request.recipe is None else 0.0
+    if best is not None and _divides_blocks(best.plan):  # bounds of shapes are of blocks that are whole
+        bound_s = min(bound_s, _bound_s(context, None))
     if best is not None:
         made = _finished(context, best, flat, tried, bound_s, about)
     elif flat is not None:
@@ -132,10 +134,12 @@ def _refined(context: SearchContext, found: Found | None, known_s: float) -> Fou
         or context.timer.skips()
     ):
         return found
-    ways = [each_apart(context, found)]
-    if context.request.cluster.parts:  # elsewhere bounds count on blocks being whole
-        ways.append(cut_inside(context, found))
-    return min(ways, key=lambda made: made.step_s)
+    return min(each_apart(context, found), cut_inside(context, found), key=lambda made: made.step_s)
+
+
+def _divides_blocks(plan: Plan) -> bool:
+    """Whether stages of a plan end inside of blocks."""
+    return any(isinstance(begin, str) for parts in plan.parted.values() for begin in parts.values())
 
 
 def _none_fits(context: SearchContext, spaces: Sequence[Space], known_s: float, why: str) -> InfeasibleError:

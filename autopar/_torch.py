@@ -3,8 +3,8 @@ capture alone uses are in autopar.capture._torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -12,11 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import DisableTorchFunction
 from torch._library.custom_ops import OPDEFS  # operators made by torch.library.custom_op, by name
 from torch._ops import (
     OpOverload,
     OpOverloadPacket,
 )  # the class of call_function targets, and of all overloads of a name
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # public in effect (docs name them)
 from torch.amp.grad_scaler import OptState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
@@ -228,16 +230,46 @@ def post(ops: list[dist.P2POp]) -> Sequence[dist.Work]:
     return schedules._batch_p2p(ops)
 
 
-def fake_mode() -> AbstractContextManager[object]:
-    """A mode in which tensors have shapes and no values, on any device; outer model code takes its tracing branches in
-    it.
+class _Fakes(FakeTensorMode):
+    """As FakeTensorMode; of each tensor on meta, as weights are, it makes a fake one once, where torch makes one for
+    each operator that reads it, and infers the results of operators anew that read any but fake tensors."""
 
-    The class is public in effect (docs name it) but lives in a private module.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.made: dict[int, tuple[Tensor, Tensor]] = {}
 
-    mode: AbstractContextManager[object] = FakeTensorMode(allow_non_fake_inputs=True)
-    return mode
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator; torch refuses those that change sizes of what is no fake tensor."""
+        if torch.Tag.inplace_view not in func.tags:
+            with DisableTorchFunction():  # modes that are on would see all that is read of each tensor
+                args, kwargs = pytree.tree_map_only(Tensor, self._fake, (args, kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor) or not tensor.is_meta:
+            return tensor
+        found = self.made.pop(id(tensor), None)
+        if found is None or not _alike(*found):
+            del found  # torch would give it again as long as it lives
+            found = tensor, self.from_tensor(tensor)
+        self.made[id(tensor)] = found
+        return found[1]
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors have one shape, dtype and order in memory."""
+    return (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+
+
+@contextmanager
+def fake_mode() -> Iterator[None]:
+    """A context in which tensors have shapes and no values, on any device; outer model code takes its tracing branches
+    in it."""
+    with (mode := _Fakes()):
+        yield
+    mode.made.clear()  # which what the model keeps of the run would hold
 
 
 def copied(function: Any, **names: Any) -> Any:

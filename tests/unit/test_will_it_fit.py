@@ -48,7 +48,7 @@ def test_blocks_that_keep_different_results_are_walked_in_their_parts() -> None:
     """The plan has no whole run of blocks any more."""
     surveys = (
         Survey(graph(6), {"b": 8192}, Request(Cluster.parse("cpu:1x4"), memory_bytes=nbytes * 1e6))
-        for nbytes in range(252, 300, 6)
+        for nbytes in sorted(range(252, 300, 6), key=lambda nbytes: abs(nbytes - 270))  # the first one is mostly such
     )
     rows = ((here, row) for here in surveys for row in here.rows(["megatron"]) if row.name == "megatron")
     here, row = next((here, row) for here, row in rows if row.plan is not None and row.plan.parted)

@@ -239,7 +239,7 @@ class _Fakes(FakeTensorMode):
         self.made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operator; torch refuses those that change sizes of what is no fake tensor."""
         if torch.Tag.inplace_view not in func.tags:
@@ -268,8 +268,10 @@ def fake_mode() -> Iterator[None]:
     """A context in which tensors have shapes and no values, on any device; outer model code takes its tracing branches
     in it."""
     with (mode := _Fakes()):
-        yield
-    mode.made.clear()  # which what the model keeps of the run would hold
+        try:
+            yield
+        finally:
+            mode.made.clear()  # which what the model keeps of the run would hold
 
 
 def copied(function: Any, **names: Any) -> Any:

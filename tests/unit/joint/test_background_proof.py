@@ -166,7 +166,7 @@ def test_the_mesh_of_the_answer_is_looked_at_too() -> None:
         )
     ) as proof:
         assert proof._others((2, 2, 2)) == [own] and proof._others((4, 2)) == [] == proof._others(None)
-        known_s = 1.3 * proof.prover.floor_s(own)
+        known_s = 1.1 * proof.prover.floor_s(own)
         proof.know(known_s)
         least_s = proven_s(proof.context, known_s, closely=False, only=[own])
         assert (

@@ -4,7 +4,7 @@ over its spaces one after the other. Called by joint.anywhere (`best`) and joint
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,7 +96,7 @@ def staged(
         walk = before.again(known_s, until, wider, reach)
         walks.append(walk)
         found = walk.run()
-        found = _refined(context, found, known_s)
+        found = _refined(context, found, walk.fit.values(), known_s)
         why += walk.why[:3]
         tried += _alternatives(walk)
         if found is not None and found.step_s < known_s * (1 - PRICE_TOLERANCE):
@@ -124,17 +124,27 @@ def _proven(walks: Sequence[Explorer]) -> dict[Shape, float]:
     return {shape: bound_s for walk in walks if walk.space in FREE for shape, bound_s in walk.proven.items()}
 
 
-def _refined(context: SearchContext, found: Found | None, known_s: float) -> Found | None:
-    """`found`, or the same with different layouts for each place or with stages that end inside of blocks, where that
-    is faster. It is only tried where the result may be faster than `known_s`."""
-    if (
-        found is None
-        or context.request.recipe is not None
-        or found.step_s >= known_s * _own_layouts_factor(context)
-        or context.timer.skips()
-    ):
+def _refined(context: SearchContext, found: Found | None, others: Iterable[Found], known_s: float) -> Found | None:
+    """`found`, or the same with different layouts for each place, or one of it and the pipeline among `others` that
+    would be fastest with even places with stages that end inside of blocks, where that is faster. It is only tried
+    where the result may be faster than `known_s`."""
+    if found is None or context.request.recipe is not None or context.timer.skips():
         return found
-    return min(each_apart(context, found), cut_inside(context, found), key=lambda made: made.step_s)
+    ways = [found]
+    if found.step_s < known_s * _own_layouts_factor(context):
+        ways += [each_apart(context, found), cut_inside(context, found)]
+    pipelines = [other for other in others if other.table.stages > 1]
+    other = min(pipelines, key=_even_s, default=found)
+    if other is not found and _even_s(other) < min(known_s, *(way.step_s for way in ways)):
+        ways.append(cut_inside(context, other))
+    return min(ways, key=lambda made: made.step_s)
+
+
+def _even_s(found: Found) -> float:
+    """Seconds of a step if all places were as busy as on average: about what cuts inside of blocks can reach."""
+    each = [sum(c.micro_s for c in pieces.costs) for pieces in found.chosen.pieces]
+    mean_s = found.shape.microbatches * sum(each[kind] for kind in found.ground.kinds) / found.shape.places**2
+    return found.step_s - max(0.0, found.busy_s - mean_s)
 
 
 def _divides_blocks(plan: Plan) -> bool:

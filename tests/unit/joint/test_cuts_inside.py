@@ -11,11 +11,12 @@ import pytest
 from rich.console import Console
 
 from autopar.joint import choice, inside
+from autopar.joint.spaces import SEARCH
 from autopar.memory import predict
 from autopar.plan import Plan
 from autopar.report.tables import overview
 from autopar.simulate import simulate
-from tests.helpers.divided import context, found
+from tests.helpers.divided import DEEP, context, found
 
 SCHEDULES = ["1f1b", "interleaved_1f1b", "zbv_zero_bubble"]
 
@@ -51,10 +52,20 @@ def test_blocks_stay_whole_where_dividing_them_gains_hardly_anything(monkeypatch
 
 
 @pytest.mark.parametrize("mixed", [True, False])
-def test_only_where_no_bound_counts_on_whole_blocks(mixed):
+def test_what_the_search_finds_is_cut_inside_of_blocks(mixed):
     between, _ = found(2, "interleaved_1f1b", mixed=mixed)
-    made = choice._refined(context(2, mixed=mixed), between, math.inf)
-    assert made is not None and bool(halves(made.plan)) == mixed and made.step_s <= between.step_s
+    made = choice._refined(context(2, mixed=mixed), between, (), math.inf)
+    assert made is not None and halves(made.plan) and made.step_s < between.step_s
+
+
+def test_a_pipeline_of_few_blocks_becomes_the_answer_by_that():
+    """Four blocks on three places: with whole blocks one place is faster. Bounds of shapes count on these, so that what
+    is claimed of the answer is the least work."""
+    here = context(3)
+    made = choice.staged(here, [SEARCH], None, {"model": DEEP, "graph_hash": ""})
+    assert made.places > 1 and halves(made)
+    assert made.predicted.step_s < 0.95 * min(row.step_s for row in made.alternatives if row.step_s is not None)
+    assert made.predicted.bound_s == pytest.approx(here.work(1).step_s(3, 1, 1))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

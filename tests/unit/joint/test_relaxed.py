@@ -158,6 +158,25 @@ def test_places_hold_as_much_and_take_as_long_once_per_step_at_least(name: str, 
     assert tight > 0.5
 
 
+@pytest.mark.parametrize(("name", "cluster", "shape"), SEVERAL[::2])
+def test_a_step_under_a_timetable_takes_as_long_at_least(name: str, cluster: str, shape: Shape) -> None:
+    """Of choices by themselves, with sums of gradients beside other work."""
+    context = inner_of(name, cluster)
+    pricing = Pricing(context, SEARCH)
+    here, (ground,) = Timed(context, pricing, shape), context.grounds(shape)
+    base, tight = pricing.price(shape, here.tables, "none", exact=False).chosen, 0.0
+    for choice in solutions(here.models.micro.problem, count=2):
+        chosen = replace(base, solution=replace(base.solution, choice=choice))
+        for here.in_sums in (False, True) if shape.places == 1 else (False,):
+            for table, weights in here._lengths(here._example(choice, hosted=False), quick=False):
+                took_s = lay(context, "", shape, table, ground, chosen, whole=True, shifts=False).step_s
+                relaxed = timed(here.passing, here.models.micro, here.models, table, weights, math.inf)
+                proven_s = least_s(relaxed, choice)
+                assert proven_s <= took_s * (1 + 1e-6)
+                tight = max(tight, proven_s / took_s)
+    assert tight > 0.8
+
+
 @pytest.mark.parametrize(("name", "cluster", "mesh"), ONE_MICROBATCH)
 def test_tables_are_what_passes_find(name: str, cluster: str, mesh: tuple[int, ...]) -> None:
     context = inner_of(name, cluster)

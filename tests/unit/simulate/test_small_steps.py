@@ -15,14 +15,14 @@ from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
 from autopar.codegen.edges import edges
 from autopar.joint.choice import staged
-from autopar.joint.effort import Effort
 from autopar.joint.pricing import Pricing
-from autopar.joint.prove import QUICK_ROUNDS, Prover
 from autopar.joint.search_context import SearchContext
+from autopar.joint.shape_bounds import Timed
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH, Space
 from autopar.joint.timetables import Kind
 from autopar.pipeline.costs import costs
+from autopar.pipeline.makespan_bound import Least
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.stage_views import views
 from autopar.plan import Plan
@@ -33,6 +33,7 @@ from autopar.request import Request
 from autopar.simulate import simulate
 from models import gpt, mlp
 from tests.helpers.verify import by_stages, subject
+from tests.unit.joint.test_relaxed import least_s
 
 CLOSE = 0.03
 
@@ -112,7 +113,21 @@ def test_sums_of_several_microbatches_run_beside_the_last_backward(cluster: str,
         for apart in (False, True)
     )
     assert 0.0 < beside_s < 0.8 * after_s
-    assert Prover(context, closely=False).bound_s(shape, effort=Effort(QUICK_ROUNDS)) <= found.step_s
+
+
+def test_no_bound_has_sums_and_the_backward_beside_them_in_full() -> None:
+    """Of the choices of a step that takes less than both, one after the other."""
+    captured = _gpt2()
+    request = replace(_request(""), cluster=Cluster.parse("rtx4090:1x4"), recipe=None)
+    context = SearchContext(captured.gm, captured.hints, request)
+    pricing, shape = Pricing(context, SEARCH), Shape(1, (4,), 2)
+    found, here = pricing.price(shape, pricing.tables(shape), "none", exact=True), Timed(context, pricing, shape)
+
+    def proven_s(weights: Least) -> float:
+        return least_s(here._weighed(weights, hosted=False), found.chosen.solution.choice)
+
+    for here.in_sums in (False, True):
+        assert proven_s(here._plain) < found.step_s < proven_s(replace(here._plain, backward=2.0, beside=1.0))
 
 
 def test_scatters_of_large_weights_hide_under_their_block() -> None:

@@ -24,6 +24,9 @@ FORKS = "fork" in multiprocessing.get_all_start_methods()
 STEPS = 64
 """How many bounds of a claim are kept, one per look; after that the last is overwritten."""
 
+LONG = 3
+"""Looks at a part after which the next one takes long (prove.LOOKS, which has cases from there on)."""
+
 NOBODY = -1
 """The owner of a claim that no process is looking at."""
 
@@ -80,8 +83,13 @@ class Board:
     @property
     def _done(self) -> np.ndarray:
         """[claims] whether the part with the lowest bound has had all its looks."""
+        return np.asarray(self._taken >= self.most_looks)
+
+    @property
+    def _taken(self) -> np.ndarray:
+        """[claims] how many looks the part with the lowest bound has had."""
         least = self._parts[:, :, 0].argmin(1)
-        return np.asarray(self._parts[np.arange(len(least)), least, 3] >= self.most_looks)
+        return np.asarray(self._parts[np.arange(len(least)), least, 3])
 
     @contextmanager
     def _held(self) -> Iterator[None]:
@@ -115,12 +123,15 @@ class Board:
         return float(self._bounds[self._done, -1].min(initial=math.inf))
 
     def take(self, who: int, enough_s: float) -> tuple[int, Part] | None:
-        """The free claim with the lowest bound, and its part with the lowest bound; `who` owns it until `tell`. None
-        where no look can help."""
+        """The free claim with the lowest bound, and its part with the lowest bound; `who` owns it until `tell`. Long
+        looks come last: a faster plan may be known by then, above which bounds need not be exact. None where no look
+        can help."""
         with self._held():
             able = (self._owner == NOBODY) & ~self._done & (self._bounds[:, -1] < enough_s)
             if not able.any() or not self._open(enough_s):
                 return None
+            quick = able & (self._taken < LONG)
+            able = quick if quick.any() else able
             index = int(np.where(able, self._bounds[:, -1], math.inf).argmin())
             return index, self._own(who, index)
 

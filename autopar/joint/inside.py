@@ -38,6 +38,7 @@ from passes.fold_repeats import body_of, is_folded
 from passes.part_runs import Parts, divided_at
 
 HARDLY = 1e-3  # relative to the step: a block stays whole if dividing it gains less
+STAGE_S = 0.15  # seconds of the search per stage (405B in 128 stages: 20 s, most of them for the memory of each)
 
 Blocks = Mapping[str, Mapping[int, str]]
 """Of each run of blocks, the instances that are divided, and the operator behind which."""
@@ -46,8 +47,10 @@ Blocks = Mapping[str, Mapping[int, str]]
 def cut_inside(context: SearchContext, found: Found) -> Found:
     """`found`, or the same with stages that end inside of blocks, where that is faster and fits. Its places are laid
     out alike."""
-    middles = _middles(context)
+    middles, timer = _middles(context), context.timer
     if found.table.stages == 1 or context.request.cluster.device.alone > 1 or not middles:
+        return found
+    if timer.skips(timer.ends_at - STAGE_S * found.table.stages):
         return found
     context.request.say(f"{found.shape}: cuts inside of blocks")
     with suppress(InfeasibleError):

@@ -186,7 +186,7 @@ def _passes_s(here: Timed, scope: str, effort: Effort, *, hosted: bool) -> list[
     """Lower bounds of the seconds of the forward and of the backward of a scope, and of all microbatches and once per
     step."""
     return [
-        cut_s([of_scope(here.passing, here.models, scope, times, hosted=hosted)], math.inf, effort, [])
+        cut_s([of_scope(here.passing, here.models, scope, times, sums=times[2], hosted=hosted)], math.inf, effort, [])
         for times in _times(here.shape.microbatches)
     ]
 
@@ -194,7 +194,7 @@ def _passes_s(here: Timed, scope: str, effort: Effort, *, hosted: bool) -> list[
 def _chain_s(here: Timed, scope: str, *, hosted: bool) -> list[tuple[float, float]]:
     """As `_passes_s`, with what the blocks of the scope leave to each other (Part.chain_s)."""
     return [
-        chain_s(of_scope(here.passing, here.models, scope, times, hosted=hosted), CLOSER)
+        chain_s(of_scope(here.passing, here.models, scope, times, sums=times[2], hosted=hosted), CLOSER)
         for times in _times(here.shape.microbatches)
     ]
 
@@ -218,7 +218,8 @@ def _whole_s(parts: Sequence[Part], step: Step, least_s: float) -> float:
         return 0.0
     blocks, largest = parts[runs[0]], max(singles, key=lambda number: parts[number].step_s)
     most = math.ceil(blocks.count / places)
-    found = max(blocks.step_s, blocks.roomy_s[1]) * (most + 1) / blocks.count
+    work_s = blocks.forward_s + max(blocks.backward_s, blocks.roomy_s[0])  # other work may overlap sums of gradients
+    found = step.microbatches * work_s * (most + 1) / blocks.count
     for stage in reversed(where(parts[largest], parts, stages)):
         if found <= least_s * (1 + BOUND_TOLERANCE):
             return 0.0

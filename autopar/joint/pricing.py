@@ -280,9 +280,10 @@ class Pricing:
             raise Beaten(proven_s, full=chosen.counted_bytes >= FULL * self.context.mean_bytes(shape.places))
         tried = [chosen]
         # the Problem lets all passes overlap what only the last backwards do: the other extreme may choose better
-        if chosen.sums_count(shape.microbatches):
+        if (exact or shape.places == 1) and chosen.sums_count(shape.microbatches):
+            once = exact and shape.places == 1
             tried.append(
-                self.context.solve(models, least, level, exact=exact, each=each, spare_bytes=spare_bytes, beside=False)
+                self.context.solve(models, least, level, exact=once, each=each, spare_bytes=spare_bytes, beside=False)
             )
         ways = itertools.product(sorted(tables, key=lambda t: t.length), self.context.grounds(shape), tried)
 

@@ -101,20 +101,22 @@ def of_scope(
     scope: str,
     times: tuple[float, float, float],
     *,
+    sums: float = 0.0,
     fixed_s: float = 0.0,
     hosted: bool,
 ) -> Relaxed:
     """A lower bound of the seconds of one scope alone, without memory limits. `times`: how often its forward, its
-    backward and what happens once per step count."""
+    backward and what happens once per step count, and `sums` of gradients that other work may overlap."""
     forward, backward, once_times = times
     program = passing.model.links[0].program
     node_s = [
         once_times * (not hosted) * models.once.updates_s[index] * (program.scope_of(cluster.scope) == scope)
         for index, cluster in enumerate(models.once.clusters)
     ]
+    shown_s, beside_s = _once_s(passing, models.once), _once_s(passing, models.once, beside=True)
     net_s = [
-        once_times * each * (program.scope_of(link.cluster.scope) == scope)
-        for link, each in zip(passing.model.links, _once_s(passing, models.once), strict=True)
+        (once_times * shown + sums * beside) * (program.scope_of(link.cluster.scope) == scope)
+        for link, shown, beside in zip(passing.model.links, shown_s, beside_s, strict=True)
     ]
     passes = {(scope, way): each for way, each in zip(PASSES, (forward, backward), strict=True)}
     return Relaxed(passing, passes, node_s, net_s, fixed_s=fixed_s)

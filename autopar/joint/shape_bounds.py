@@ -291,7 +291,7 @@ class Timed:
         """The weights of a bound for any timetable."""
         if self.shape.naive:
             return chain(self.shape.places, self.context.request.cluster.device.alone)
-        found = mean(self.shape.places, self.shape.microbatches)
+        found = mean(self.shape.places, self.shape.microbatches, self._slows)
         if not self.in_sums:
             return found
         axes = sum(size > 1 for size in self.shape.mesh)
@@ -335,6 +335,11 @@ class Timed:
             sums.own_s * self.shape.places,
             self._weighed(Least(0.0, 0.0, 0.0, 0.0, beside=1.0), hosted=hosted).sums(choice).own_s,
         )
+
+    @property
+    def _slows(self) -> float:
+        """`slows` of makespan_bound.mean; on one place work may wait for other collectives meanwhile."""
+        return self.passing.model.prices.contention if self.shape.places > 1 else 0.0
 
     def _passing(self, model: Model) -> PassTables:
         """The quantities of passes for the Problem `model` of a microbatch."""
@@ -385,6 +390,7 @@ class Timed:
                     table.microbatches,
                     example,
                     self.sends_s(table),
+                    self._slows,
                     quick=quick,
                 ),
             )

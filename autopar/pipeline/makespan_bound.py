@@ -71,9 +71,10 @@ class Least:
         )
 
 
-def mean(places: int, microbatches: int) -> Least:
-    """The bound that some place has at least the mean of the work of all places."""
-    return Least(microbatches / places, microbatches / places, 0.0, 1 / places)
+def mean(places: int, microbatches: int, slows: float = 0.0) -> Least:
+    """The bound that some place has at least the mean of the work of all places. A second of sums makes a place take
+    `slows` longer at least: the work beside it takes as much longer, or the place has no work meanwhile."""
+    return Least(microbatches / places, microbatches / places, 0.0, 1 / places, beside=slows / places)
 
 
 def chain(places: int, alone: float = 1.0) -> Least:
@@ -89,17 +90,18 @@ def least(
     microbatches: int,
     example: Example,
     sends_s: Sequence[float] = (),
+    slows: float = 0.0,
     *,
     quick: bool = False,
 ) -> Least:
     """The weights for `flow` that give the highest bound for `example`. `sends_s`: the least seconds of a send between
-    each stage and the next (default: 0). `quick`: only the first and the last microbatch wait."""
-    plain = mean(flow.places, microbatches)
+    each stage and the next (default: 0). `slows` as in `mean`. `quick`: only the first and the last microbatch wait."""
+    plain = mean(flow.places, microbatches, slows)
     wanted = range(len(flow.steps)) if len(flow.steps) <= MOST and not quick else outermost(flow)
     if len(wanted) > MOST:
         return plain
     program = Program(stages, flow.places, example.forward_s + example.backward_s)
-    program.order(flow, sends_s or (0.0,) * (stages - 1), wanted)
+    program.order(flow, sends_s or (0.0,) * (stages - 1), wanted, slows)
     found = _weights(program, example)
     return found if found is not None and found.step_s(example) > plain.step_s(example) else plain
 
@@ -151,17 +153,20 @@ class Program:
         self._entries += [(row, column, value) for column, value in terms if value]
         return row
 
-    def order(self, flow: Flow, sends_s: Sequence[float], wanted: Container[int]) -> None:
+    def order(self, flow: Flow, sends_s: Sequence[float], wanted: Container[int], slows: float = 0.0) -> None:
         """Add columns and rows: each of the `wanted` actions of `flow`, by number, ends its own seconds after the other
         wanted ones that it waits for, and after all that its place does before; and a step ends once-per-step seconds
-        after the last action of each place, and after its sums. `sends_s` as in `least`."""
+        after the last action of each place, after its sums, and no sooner than after all work of a place, which sums
+        slow down. `sends_s` and `slows` as in `least`."""
         took = {FORWARD: self.forward, WHOLE: self.backward, INPUTS: self.early, WEIGHTS: self.late}
         ends: dict[int, int] = {}
         before = [(-1, Counter[int]()) for _ in range(flow.places)]  # the last wanted action's end, and what follows it
+        work = [Counter[int]() for _ in range(flow.places)]
         for index, step in enumerate(flow.steps):
             end, since = before[step.place]
             own = took[step.kind][step.stage]
             since[own] += 1
+            work[step.place][own] += 1
             if index not in wanted:
                 continue
             ends[index] = mine = self.columns(1)[0]
@@ -176,11 +181,16 @@ class Program:
         for place, (once, (end, since)) in enumerate(zip(self.once, before, strict=True)):
             complete = [(index, step) for index, step in completing if step.place == place]
             self._after(self.last[0], end, {**since, once: 1})
+            if slows and complete:
+                slower = {self.sums[step.stage]: slows for _, step in complete}
+                self._after(self.last[0], -1, {**work[place], once: 1, **slower})
             for number, (index, step) in enumerate(complete):
+                later = {self.sums[other.stage]: 1 for _, other in complete[number:]}
                 if index in ends:  # those of the first stage begin in its whole backward
                     begun = {self.backward[step.stage]: -1} if step.kind == WHOLE and not step.stage else {}
-                    later = {self.sums[other.stage]: 1 for _, other in complete[number:]}
                     self._after(self.last[0], ends[index], {**begun, **later, once: 1})
+                elif not number:
+                    self._after(self.last[0], -1, {**later, once: 1})
 
     def _after(self, column: int, end: int, took: Mapping[int, float], sent_s: float = 0.0) -> int:
         """A new row: `column` is no earlier than `end` (-1: the begin), what `took` so many times, and a send."""

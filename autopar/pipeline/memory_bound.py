@@ -11,7 +11,7 @@ and, with n_sp the sum over w of y_spw, and r_s that of y_spw x the seconds of w
     forward_s  >= sum over p of F_p n_sp
     backward_s >= sum over p of B_p n_sp + r_s
     inputs_s   >= sum over p of I_p n_sp
-    m (forward_s + backward_s) + once_s >= sum over p of T_p n_sp + m r_s
+    m (forward_s + backward_s) + once_s + sums_s >= sum over p of T_p n_sp + m r_s
     both of the latter also without r_s, for closer bounds of B and T
     F, B and T also with all that blocks leave to each other, plus z_(s-1) - z_s, 0 <= z_s <= what may be left
     at each moment on each place: sum of microbatches in flight x bytes of w x y_spw + sum of rest_p n_sp <= limit
@@ -43,7 +43,7 @@ class Part:
 
     forward_s, backward_s, inputs_s    F, B, I: of one microbatch, with nothing run again: its passes, and the compute
                                        of its backward that is not for the gradients of weights
-    step_s        T: of all microbatches and once per step, with nothing run again
+    step_s        T: of all microbatches and once per step, sums of gradients included, with nothing run again
     roomy_s       closer bounds of B and of T, which hold whatever runs again, but do not rise by what that takes
     chain_s       closer bounds of F, B and T, as the roomy ones, with what its blocks leave to each other, and how much
                   of each may be left to the next stage: what a stage takes less by that, the next one takes more
@@ -189,6 +189,7 @@ def _divide(
     for stage, shares in enumerate(y):
         forward, backward, inputs = program.forward[stage], program.backward[stage], program.inputs[stage]
         all_ = [(forward, float(microbatches)), (backward, float(microbatches)), (once[stage], 1.0)]
+        all_.append((program.sums[stage], 1.0))
         rows = [
             ([(forward, 1.0)], forward_s, 0.0),
             ([(backward, 1.0)], roomy_s, 0.0),

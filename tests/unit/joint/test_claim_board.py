@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.joint.claim_board import STEPS, Board, Part
+from autopar.joint.claim_board import LONG, STEPS, Board, Part
 
 LOOKS = 4
 rises = st.lists(st.floats(0.0, 5.0), min_size=LOOKS, max_size=LOOKS)
@@ -83,3 +83,10 @@ def test_who_is_gone_with_the_board_in_hand_does_not_keep_it(monkeypatch: pytest
     board = Board([Part(1.0, 0, 1, 0)], LOOKS)
     assert board._lock.acquire()
     assert board.open(2.0) and board.take(0, 2.0) == (0, Part(1.0, 0, 1, 0))
+
+
+def test_long_looks_come_last() -> None:
+    """By then a faster plan may be known, above which their bounds need not be exact."""
+    board = Board([Part(1.0, 0, 1, LONG), Part(1.5, 0, 1, 0), Part(3.0, 0, 1, 0)], LONG + 1)
+    taken = [board.take(0, 2.0) for _ in range(3)]
+    assert [None if each is None else each[0] for each in taken] == [1, 0, None]

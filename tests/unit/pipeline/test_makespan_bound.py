@@ -42,6 +42,7 @@ def _weights(kind: Kind, example: Example, sends_s: tuple[float, ...] = ()) -> L
         microbatches,
         example,
         sends_s,
+        SHARE,
     )
 
 

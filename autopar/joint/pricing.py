@@ -38,6 +38,9 @@ SHIFTED = 0.05
 """Relative: how much faster a pipeline may become by cuts that are shifted, which a glance does not try. Results of a
 glance that are slower by more are not laid out."""
 
+HIDDEN = 0.1
+"""Relative: how much faster than its linear price says a pipeline may be as other work overlaps sums of gradients."""
+
 
 @dataclass(frozen=True, eq=False)
 class Glance:
@@ -53,9 +56,9 @@ class Glance:
 class Pricing:
     """Prices the shapes of one space.
 
-    `proven` is a lower bound in seconds for each shape that was priced (an estimate where only some blocks are run
-    again, `_eased`). `roomy` is the step time of those shapes for which more memory would not help (a lower bound of it
-    where they are beaten). `laid` are all results of the glances.
+    `proven` is a lower bound in seconds for each shape that was priced (an estimate for pipelines, `HIDDEN`, and where
+    only some blocks are run again, `_eased`). `roomy` is the step time of those for which more memory would not help (a
+    lower bound of it where they are beaten). `laid` are all results of the glances.
     """
 
     context: SearchContext
@@ -260,9 +263,9 @@ class Pricing:
         """As `price`, of choices made by `models` for the timetable that keeps least in memory; `start`, `each` and
         `spare_bytes` as SearchContext.solve has them."""
         least = min(tables, key=lambda t: (t.kept, t.length))
-        # a bound under the timetable that keeps least holds, scaled by their lengths, for the shortest one, which
-        # leaves no more room in memory
-        slack = least.length / min(table.length for table in tables) / self._eased(shape, level)
+        # a bound under the timetable that keeps least, scaled by lengths, holds for the shortest, with no more room
+        alone, shortest = shape.places == 1, min(table.length for table in tables)
+        slack = least.length / shortest / self._eased(shape, level) * (1 + HIDDEN * (not alone))
         chosen = self.context.solve(
             models,
             least,
@@ -272,6 +275,7 @@ class Pricing:
             start=start,
             each=each,
             spare_bytes=spare_bytes,
+            beside=alone,
         )
         proven_s = chosen.bound_s / slack
         if bounds is not None:
@@ -279,12 +283,10 @@ class Pricing:
         if proven_s >= cutoff_s:
             raise Beaten(proven_s, full=chosen.counted_bytes >= FULL * self.context.mean_bytes(shape.places))
         tried = [chosen]
-        # the Problem lets all passes overlap what only the last backwards do: the other extreme may choose better
-        if (exact or shape.places == 1) and chosen.sums_count(shape.microbatches):
-            once = exact and shape.places == 1
-            tried.append(
-                self.context.solve(models, least, level, exact=once, each=each, spare_bytes=spare_bytes, beside=False)
-            )
+        # what only some work overlaps is overlapped by all passes in one Problem, and by none in the other
+        if (exact or alone) and chosen.sums_count(shape.microbatches):
+            also = partial(self.context.solve, exact=exact and alone, each=each, spare_bytes=spare_bytes)
+            tried.append(also(models, least, level, beside=not alone))
         ways = itertools.product(sorted(tables, key=lambda t: t.length), self.context.grounds(shape), tried)
 
         def laid(way: tuple[Timetable, Ground, Chosen]) -> Found:

@@ -264,7 +264,7 @@ class SearchContext:
         which ends once it is proven that nothing is as fast as `cutoff_s`, and begins also at the solution `start`,
         which may do what is forbidden in `models`. With `each`, gradients may also be scattered after every
         microbatch. `spare_bytes` per device stay free. Without `beside` nothing overlaps sums of gradients once per
-        step; then the bound is none. Raises InfeasibleError where nothing fits."""
+        step, and the bound is of that. Raises InfeasibleError where nothing fits."""
         share, trust = Share(table.length, 1 / table.places, table.kept, 1 / table.places), 1.0
         if isinstance(models, Mixed):
             trust = TRUST * models.weights.even(table.length, table.microbatches)
@@ -279,7 +279,7 @@ class SearchContext:
                 model.problem, time_limit_s=SHAPE_SOLVE_S, cutoff_s=cutoff_s / trust, twice=True, start=start
             )
         )
-        bound_s, asked = trust * solution.bound_s * beside, self.request.remat != "auto"
+        bound_s, asked = trust * solution.bound_s, self.request.remat != "auto"
         return Chosen(models, model, solution, level, table.places > 1, asked, bound_s)
 
     def held_bytes(self, shape: Shape, level: str) -> float:

@@ -24,7 +24,7 @@ from autopar.memory.stage import Profile
 from autopar.memory.sums import Sums
 from autopar.memory.types import Entry, Place
 from autopar.optimizers import OPTIMIZERS
-from autopar.pipeline.orders import Action, changed
+from autopar.pipeline.orders import Action, changed, last_backwards
 from autopar.pipeline.stage_views import View
 from autopar.pipeline.transit import Kind, Transit
 
@@ -285,7 +285,7 @@ class Holding:
     @cached_property
     def _last(self) -> dict[int, int]:
         """By stage, the number of the action that completes its gradients."""
-        return {action.stage: index for index, action in enumerate(self.actions) if action.kind in "BW"}
+        return last_backwards(self.actions)
 
     @cached_property
     def _begun_bytes(self) -> float:

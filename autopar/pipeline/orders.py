@@ -158,6 +158,11 @@ _MORE = {"F": Flying(1), "I": Flying(0, 1), "W": Flying(-1, -1), "B": Flying(-1)
 """The change of Flying by an action of each kind; a `B` whose microbatch has a `W` later counts as an `I`."""
 
 
+def last_backwards(line: Sequence[Action]) -> dict[int, int]:
+    """By stage of a place, the number of the action in its line that completes the gradients of the stage."""
+    return {action.stage: index for index, action in enumerate(line) if action.kind in "BW"}
+
+
 def changed(line: Sequence[Action]) -> Iterator[tuple[int, Flying]]:
     """For each action of a place, its stage, and by how much the microbatches in flight there change."""
     split = {(a.stage, a.microbatch) for a in line if a.kind == "W"}

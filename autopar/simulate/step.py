@@ -14,7 +14,7 @@ from torch import fx
 from autopar.cost.memory import computes_in
 from autopar.memory.place import Holding
 from autopar.memory.predict import fullest
-from autopar.pipeline.orders import Action, lines_of
+from autopar.pipeline.orders import Action, last_backwards, lines_of
 from autopar.plan import Plan
 from autopar.problem.graph import Op
 from autopar.problem.read_graph import read
@@ -122,7 +122,7 @@ class _Pipeline:
     @cached_property
     def last(self) -> dict[int, Action]:
         """By stage, the action that completes its gradients."""
-        return {action.stage: action for line in self.lines for action in line if action.kind in "BW"}
+        return {stage: line[index] for line in self.lines for stage, index in last_backwards(line).items()}
 
     def ran(self, action: Action) -> Ran | None:
         """The simulated rank of an action; None for a "W" of a stage whose backward is not split, which has run with

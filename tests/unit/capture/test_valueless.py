@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autopar._torch import FakeTensorMode
 from autopar.capture.devices import on_meta
 from autopar.capture.valueless import valueless
 

@@ -37,7 +37,7 @@ class BackgroundProof:
 
     def __init__(self, context: SearchContext) -> None:
         self.context = context
-        self.prover = Prover(context, closely=False)
+        self.prover = Prover(context, closely=False, ends_at=context.timer.ends_at)
         self._process: multiprocessing.process.BaseProcess | None = None
 
     def __enter__(self) -> BackgroundProof:

@@ -45,9 +45,10 @@ class Part(NamedTuple):
 
 
 class Board:
-    """The claims by number, at least one, each with one part at first. `most_looks`: looks at one part at most."""
+    """The claims by number, at least one, each with one part at first. `most_looks`: looks at one part at most, of all
+    claims or of each."""
 
-    def __init__(self, claims: Sequence[Part], most_looks: int) -> None:
+    def __init__(self, claims: Sequence[Part], most_looks: int | Sequence[int]) -> None:
         count, most = len(claims), max(claim.end for claim in claims) + 1
         # other processes that are forked from this one see what is written here
         shared = np.frombuffer(mmap.mmap(-1, 8 * (count * (STEPS + 2 + 4 * most) + 1)))
@@ -55,7 +56,7 @@ class Board:
         self._parts, self._bounds = shared[:, : 4 * most].reshape(count, most, 4), shared[:, 4 * most : -2]
         self._looks, self._owner = shared[:, -2:].T
         self._lock = multiprocessing.get_context("fork").Lock() if FORKS else threading.Lock()
-        self.most_looks = most_looks
+        self.most_looks = np.broadcast_to(most_looks, count)
         self._parts[:, :, 0] = math.inf
         self._parts[:, 0] = np.array(claims).reshape(count, 4)
         # [claims, looks]: behind the last look the same again

@@ -3,6 +3,7 @@ look."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 MOST_ROUNDS = 24
@@ -14,11 +15,12 @@ MOST_CASES = 1024
 
 @dataclass(frozen=True)
 class Effort:
-    """`rounds` of cutting planes, and where there are `cases`, so many of these at most, with every Problem solved to
-    the end."""
+    """`rounds` of cutting planes, and where there are `cases`, so many of these at most, none begun after `ends_at`
+    (time.monotonic), with every Problem solved to the end."""
 
     rounds: int
     cases: int = 0
+    ends_at: float = math.inf
 
 
 CLOSEST = Effort(MOST_ROUNDS, MOST_CASES)

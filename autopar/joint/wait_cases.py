@@ -56,11 +56,11 @@ class _Case:
 
 def bound_s(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, effort: Effort) -> float:
     """A lower bound of the seconds of all solutions of the only level of `cutting`, by at most `effort.cases` cases of
-    the passes `keys`. Ends once the bound reaches `cutoff_s`."""
+    the passes `keys`. Ends once the bound reaches `cutoff_s`, or at `effort.ends_at`."""
     level = cutting.levels[0]
     open_, made = [_case(cutting, keys, cutoff_s, 0)], 1
-    deadline = time.perf_counter() + LIMIT_S
-    while open_[0].bound_s < cutoff_s and made < effort.cases and time.perf_counter() < deadline:
+    deadline = min(effort.ends_at, time.monotonic() + LIMIT_S)
+    while open_[0].bound_s < cutoff_s and made < effort.cases and time.monotonic() < deadline:
         worst = heapq.heappop(open_)
         split = _split(worst, keys)
         if split is None:

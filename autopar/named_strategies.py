@@ -71,14 +71,14 @@ def refused_meshes(planner: Planner, recipe: Recipe) -> dict[tuple[int, ...], st
     return refused
 
 
-def best_named(planner: Planner, timer: Timer, *, fits: bool) -> tuple[Candidate | None, list[Alternative]]:
+def best_named(planner: Planner, timer: Timer, known_s: float) -> tuple[Candidate | None, list[Alternative]]:
     """Price the recipes, or only the one that was asked for: the best Candidate, and an Alternative for each recipe and
-    mesh.
+    mesh. `known_s`: the fastest known step of one stage.
 
-    Recipes are skipped once time is up, unless no plan that fits is known (`fits`) or found yet. Those that split
-    samples, and with them all of the work, come first: where there is time for one alone, it is no baseline that
-    computes everything on every rank. Raises PlanError for an unknown recipe, and for one that the model or the mesh
-    cannot use.
+    Recipes are skipped once time is up, unless no plan that fits is known or found yet. Those that split samples, and
+    with them all of the work, come first: where there is time for one alone, it is no baseline that computes everything
+    on every rank. Of those that would be slower than what is known all blocks are run again that are. Raises PlanError
+    for an unknown recipe, and for one that the model or the mesh cannot use.
     """
     request = planner.request
     if request.recipe is not None:
@@ -94,19 +94,20 @@ def best_named(planner: Planner, timer: Timer, *, fits: bool) -> tuple[Candidate
             if refused:
                 tried.append(Alternative(recipe.name, sizes, None, None, refused))
                 continue
-            if (recipe.name, sizes) in planner.settled or ((fits or best is not None) and timer.skips()):
+            if (recipe.name, sizes) in planner.settled or (known_s < math.inf and timer.skips()):
                 continue
             try:
                 found = _priced(planner, recipe, sizes, RECIPE_S if request.recipe is None else max(1.0, timer.left_s))
             except InfeasibleError as error:
                 tried.append(Alternative(recipe.name, sizes, None, None, str(error)))
                 continue
-            found = filled(planner, found, best.cost.time_s if best is not None else math.inf)
+            found = filled(planner, found, known_s)
             tried.append(Alternative(recipe.name, sizes, found.cost.time_s, found.peak))
             # all are equally fast on one device
             best = min(
                 (one for one in (best, found) if one is not None), key=lambda one: (one.cost.time_s, order[one.name])
             )
+            known_s = min(known_s, best.cost.time_s)
     return best, sorted(tried, key=lambda row: order[row.name])
 
 

@@ -139,7 +139,7 @@ class _Level:
 
     def name_recipes(self, alone_s: float) -> None:
         """Price the recipes."""
-        self.recipe, tried = best_named(self.planner, self.timer, fits=min(alone_s, self.fastest_s) < math.inf)
+        self.recipe, tried = best_named(self.planner, self.timer, min(alone_s, self.fastest_s))
         self.tried = (
             tried
             if self.name == self.planner.request.remat_level

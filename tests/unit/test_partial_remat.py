@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -14,6 +15,7 @@ from autopar.bare_plan import laid
 from autopar.candidate import Candidate
 from autopar.cluster import Cluster
 from autopar.memory import predict
+from autopar.named_strategies import best_named
 from autopar.onestage import plan
 from autopar.partial_remat import filled
 from autopar.pipeline.single_stage import step_cost
@@ -26,6 +28,7 @@ from autopar.recipes import RECIPES
 from autopar.request import Request
 from autopar.search import ilp
 from autopar.simulate.stages import Stages
+from autopar.timer import Timer
 from tests.helpers.planned import graph
 
 # blocks keep more than all gradients take, which are there when the first block runs again
@@ -205,3 +208,19 @@ def test_what_was_too_late_to_be_run_again_is_not_proven_to_be_slower(monkeypatc
     monkeypatch.setattr(onestage._Levels, "_enough", lambda levels, name: levels.fastest is not None)
     assert bound_s(replace(request, memory_bytes=limit_bytes)) == 0
     assert bound_s(replace(request, remat="none")) > 0
+
+
+def test_recipes_that_are_slower_than_what_is_known_run_all_blocks_again() -> None:
+    (limit_bytes,) = limits("megatron", (0.6,))
+
+    def steps_s(known_s: float) -> dict[str, float]:
+        planner = planner_of().anew(replace(planner_of().request, memory_bytes=limit_bytes))
+        planner.remat = planner.levels("full")
+        _, tried = best_named(planner, Timer(60.0), known_s)
+        return {row.name: row.step_s for row in tried if row.step_s is not None}
+
+    fastest, all_again = steps_s(math.inf), steps_s(1e-9)
+    assert fastest.keys() == all_again.keys()
+    assert any(fastest[name] < step_s for name, step_s in all_again.items())
+    full = candidate(planner_of().anew(replace(planner_of().request, memory_bytes=limit_bytes)), "megatron", "full")
+    assert all_again["megatron"] == pytest.approx(full.cost.time_s)

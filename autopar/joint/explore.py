@@ -27,6 +27,7 @@ from functools import cached_property
 
 from autopar.bestfirst import HONED, PRICE_TOLERANCE
 from autopar.errors import InfeasibleError
+from autopar.joint import inside
 from autopar.joint.pipeline_honing import honed
 from autopar.joint.pricing import Pricing
 from autopar.joint.prove import families
@@ -177,10 +178,11 @@ class Explorer:
             self._polish(rough)
 
     def _scatter(self) -> None:
-        """Try whether the fastest results get faster if gradients may also be scattered after every microbatch, as long
-        as time is left."""
-        for found in sorted(self.settled, key=lambda found: found.step_s)[:SCATTERED]:
-            if not self._late() and (made := scattered(self.pricing, found)) is not None:
+        """Try whether the fastest results near the fastest known step get faster if gradients may also be scattered
+        after every microbatch, as long as time is left."""
+        near = [found for found in self.settled if found.step_s < self.known_s * HONED]
+        for found in sorted(near, key=lambda found: found.step_s)[:SCATTERED]:
+            if not self._late(inside.takes_s(found)) and (made := scattered(self.pricing, found)) is not None:
                 self.found[found.shape] = made
 
     def _honed(self, best: Found | None) -> Found | None:
@@ -200,18 +202,18 @@ class Explorer:
 
     def _next_to_solve(self, best: Found) -> Found | None:
         """The next result to solve exactly: the best, then those near it that may be faster, if their bounds allow a
-        faster step than is known from elsewhere. None where none is left."""
+        faster step than is known from elsewhere, and none is far behind that. None where none is left."""
         proven, known_s = self.pricing.proven, self.known_s * (1 - PRICE_TOLERANCE)
-        if best.shape not in self.polished and proven[best.shape] < known_s:
+        if best.shape not in self.polished and proven[best.shape] < known_s and best.step_s < self.known_s * HONED:
             return best
         near = [
             f
             for shape, f in self.fit.items()
             if shape not in self.polished
-            and f.step_s <= best.step_s * NEARER
+            and f.step_s <= min(best.step_s * NEARER, self.known_s * HONED)
             and proven[shape] < min(known_s, best.step_s * (1 - PRICE_TOLERANCE))
         ]
-        return None if self._late() else min(near, key=lambda f: (f.step_s, f.shape), default=None)
+        return None if self._late(inside.takes_s(best)) else min(near, key=lambda f: (f.step_s, f.shape), default=None)
 
     def _walk(self, shapes: list[Shape]) -> None:
         """Visit the starts, then neighbours of the best shapes, as the module docstring says."""
@@ -343,9 +345,9 @@ class Explorer:
         held_bytes = self.context.held_bytes(shape, self.pricing.levels[0])
         return held_bytes > self.context.mean_bytes(shape.places)
 
-    def _late(self) -> bool:
-        """Whether the deadline has passed."""
-        return time.monotonic() > self.deadline
+    def _late(self, spare_s: float = 0.0) -> bool:
+        """Whether the deadline has passed, or is only `spare_s` away."""
+        return time.monotonic() > self.deadline - spare_s
 
     def visit(self, shape: Shape, near: float) -> None:
         """Glance at a shape once, if its floor is below the fastest known step. Pricing ends when the shape is proven

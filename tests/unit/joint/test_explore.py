@@ -1,13 +1,15 @@
-"""The walk through a space of shapes: which starts a probe visits."""
+"""The walk through a space of shapes: which starts a probe visits, and which results are solved to the end."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 
+from autopar.joint import inside
 from autopar.joint.explore import Explorer
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
@@ -51,3 +53,29 @@ def test_a_probe_leaves_out_what_hardly_gets_faster(steps_s: Sequence[float], vi
     walk = Starts(steps_s)
     assert walk.probe(INF) == min(steps_s[:visited])
     assert len(walk.found) == visited
+
+
+@pytest.mark.parametrize(
+    ("steps_s", "solved", "left_s"),
+    [
+        ([10.5, 10.9, 11.2], [10.5, 10.9], INF),  # of these 11.2 is far behind what is known from elsewhere
+        ([11.2, 11.3], [], INF),
+        ([9.0, 9.2, 9.6], [9.0, 9.2], INF),  # 9.6 is not near the best
+        ([10.5, 10.9], [10.5], 2 * inside.STAGE_S),  # cuts inside of blocks take the rest of the time
+    ],
+)
+def test_what_is_far_behind_is_not_solved_to_the_end(
+    steps_s: Sequence[float], solved: Sequence[float], left_s: float
+) -> None:
+    walk = Starts(steps_s)
+    walk.known_s, walk.deadline = 10.0, time.monotonic() + left_s
+    for shape in walk._shapes():
+        walk.found[shape] = SimpleNamespace(  # type: ignore[assignment]
+            step_s=walk.steps_s[shape], shape=shape, table=SimpleNamespace(places=1, stages=4, microbatches=1)
+        )
+        walk.pricing.proven[shape] = 1.0
+    best, found = walk.found[next(iter(walk.steps_s))], []
+    while best is not None and (rough := walk._next_to_solve(best)) is not None:
+        found.append(rough.step_s)
+        walk.polished[rough.shape] = None
+    assert found == solved

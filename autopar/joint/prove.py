@@ -74,8 +74,8 @@ CLOSEST_LOOKS = len(LOOKS)
 
 GLANCE_LOOKS, CLOSER_LOOKS = 3, 4
 """Looks per claim at most where proving may take about as long as the search: CLOSER_LOOKS at shapes of one place where
-there are at most FEW_CLAIMS claims, GLANCE_LOOKS at others. By cases the bound of a pipeline rises by 1 or 2 % in one or
-two minutes."""
+there are at most FEW_CLAIMS claims, GLANCE_LOOKS at others. By cases the bound of a pipeline rises by 1 or 2 % in more
+than a minute."""
 
 FEW_CLAIMS = 24
 

@@ -14,7 +14,7 @@ from torch import nn
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import background_proof, plan
-from autopar.joint.effort import CLOSEST
+from autopar.joint.effort import CLOSEST, Effort
 from autopar.joint.pricing import Pricing
 from autopar.joint.prove import CLOSER_LOOKS, CLOSEST_LOOKS, FEW_CLAIMS, GLANCE_LOOKS, LOOKS, Prover, proven_s
 from autopar.joint.relaxed_bounds import cut_s
@@ -150,6 +150,25 @@ def test_of_many_claims_none_is_looked_at_closer_in_the_time_of_a_search(monkeyp
     )
     monkeypatch.setattr("autopar.joint.prove.FEW_CLAIMS", len(prover.all_claims) - 1)
     assert prover.most_looks == GLANCE_LOOKS and replace(prover, closely=True).most_looks == CLOSEST_LOOKS
+
+
+def test_beside_a_search_only_shapes_of_one_place_are_looked_at_by_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    who, efforts = subject("hf-gpt2"), list[Effort]()
+    prover = Prover(
+        SearchContext(
+            who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train"))
+        ),
+        closely=False,
+        ends_at=5.0,
+    )
+    most = dict(zip(prover.all_claims, prover.board.most_looks, strict=True))
+    assert {looks for claim, looks in most.items() if claim.shapes[0].places == 1} == {CLOSER_LOOKS}
+    assert {looks for claim, looks in most.items() if claim.shapes[0].places > 1} == {GLANCE_LOOKS}
+    assert {*replace(prover, closely=True).board.most_looks} == {CLOSEST_LOOKS}
+    monkeypatch.setattr(Prover, "bound_s", lambda self, shape, cutoff_s, effort: efforts.append(effort) or 0.0)
+    one = min(prover.all_claims, key=lambda claim: claim.shapes[0].places)
+    next(iter(prover.closer(replace(one, looks=GLANCE_LOOKS), math.inf)))
+    assert efforts[0].cases > 0 and efforts[0].ends_at == 5.0
 
 
 def test_where_little_stays_in_a_cache_no_shapes_are_looked_at_together() -> None:

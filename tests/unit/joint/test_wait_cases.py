@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from autopar.cluster import Cluster
+from autopar.joint import wait_cases
 from autopar.joint.cutting_planes import Cutting, Level
 from autopar.joint.effort import MOST_ROUNDS, Effort
 from autopar.joint.relaxed import Key, Relaxed, Span, Sums
@@ -20,7 +22,7 @@ from autopar.joint.relaxed_steps import alone
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shape_bounds import Alone
 from autopar.joint.shapes import Shape
-from autopar.joint.wait_cases import _Case, _split, bound_s
+from autopar.joint.wait_cases import _Case, _nothing, _split, bound_s
 from autopar.pipeline import passes
 from autopar.pipeline.passes import Passes
 from autopar.pipeline.single_stage import step_cost
@@ -107,6 +109,21 @@ def test_all_cases_together_hold_for_the_best_plan_there_is(name: str, cluster: 
     )
     assert cut_s([relaxed], math.inf, effort, [], relaxed.keys) == pytest.approx(cases_s, rel=2e-3)
     assert bound_s(cutting(), relaxed.keys, math.inf, Effort(MOST_ROUNDS, 1)) == pytest.approx(plain_s)
+
+
+@pytest.mark.parametrize(("left_s", "made"), [(0.0, 1), (100.0, 9)])
+def test_no_case_is_begun_when_time_is_up(left_s: float, made: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, _ = alone_on(*ON[1])
+    relaxed, cases = alone(here.passing, here.plain, math.inf), list[_Case]()
+
+    def case(cutting: Cutting, keys: object, cutoff_s: float, number: int) -> _Case:
+        cases.append(_Case(1.0, number, cutting.levels[0].relaxed, {}))
+        return cases[-1]
+
+    monkeypatch.setattr(wait_cases, "_case", case)
+    monkeypatch.setattr(wait_cases, "_split", lambda case, keys: ((("", FORWARD), ""), [(0.0, 1.0), (1.0, 2.0)]))
+    effort = Effort(MOST_ROUNDS, 8, ends_at=time.monotonic() + left_s)
+    assert bound_s(Cutting([Level(relaxed)], _nothing), relaxed.keys, math.inf, effort) == 1.0 and len(cases) == made
 
 
 def test_spans_that_are_split_are_whole() -> None:

@@ -186,8 +186,11 @@ class Explorer:
                 self.found[found.shape] = made
 
     def _honed(self, best: Found | None) -> Found | None:
-        """`best`, honed if it was solved exactly and may become the fastest known plan."""
+        """`best`, honed if it was solved exactly and may become the fastest known plan, and time is left."""
         if best is None or best.shape not in self.polished or best.step_s >= self.known_s * HONED:
+            return best
+        if self._late():
+            self.hurried = True
             return best
         self.context.request.say(f"honing {best.shape}")
         made = self.found[best.shape] = honed(self.context, self.space.name, best, self._late)

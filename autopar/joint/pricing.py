@@ -153,6 +153,7 @@ class Pricing:
         Candidates are the exact solution, the glance's `found`, and as long as they promise as much as the best so far,
         or may once their cuts are shifted, other results of the glance and the same with other results kept. Where none
         of them fits, the fastest of solutions with more blocks run again, under another timetable, and of less room.
+        Once time is up, the first that fits is enough.
         """
         best: Found | None = None
         with suppress(InfeasibleError):
@@ -168,8 +169,9 @@ class Pricing:
             Glance(found.step_s, found.table, found.ground, found.chosen),
             *sorted(others, key=lambda way: way.step_s)[:OTHERS],
         ]:
-            if best is not None and best.step_s <= other.step_s * (
-                1 + PRICE_TOLERANCE if other.table.stages == 1 else 1 - SHIFTED
+            if best is not None and (
+                best.step_s <= other.step_s * (1 + PRICE_TOLERANCE if other.table.stages == 1 else 1 - SHIFTED)
+                or self.context.timer.skips()
             ):
                 break
             with suppress(InfeasibleError):
@@ -179,12 +181,15 @@ class Pricing:
             return best
         deeper = self.levels[self.levels.index(found.level) + 1 :]
         tables = [table for table in self.tables(found.shape) if table != found.table]
-        ways = [
-            self._first(found.shape, [found.table], deeper),
-            self._first(found.shape, tables, dict.fromkeys((found.level, *self.levels))),
-            self._of_less_room(found),
-        ]
-        return min((way for way in ways if way is not None), key=lambda way: way.step_s, default=None)
+        price = partial(self.price, found.shape, [found.table], found.level, exact=True)
+        ways = (
+            partial(self._first, found.shape, [found.table], deeper),
+            partial(self._first, found.shape, tables, dict.fromkeys((found.level, *self.levels))),
+            partial(leaving_room, lambda spare_bytes: price(spare_bytes=spare_bytes)),
+        )
+        with suppress(InfeasibleError):
+            best = fastest(ways, lambda solve: solve(), lambda solve: 0.0, self.context.timer.skips)
+        return best
 
     def _kept_otherwise(self, found: Found, exact: Found | None) -> Iterator[Glance]:
         """Every distinct solution that was found on a shape, with other results kept, where blocks are run again for
@@ -197,21 +202,16 @@ class Pricing:
             *(way.chosen for way in self.laid.get(found.shape, ())),
         ]
         for chosen in {id(each.solution): each for each in reversed(seen)}.values():
+            if exact is not None and self.context.timer.skips():
+                return
             yield from self._ways_with_other_results_kept(found.shape, chosen)
 
-    def _first(self, shape: Shape, tables: list[Timetable], levels: Iterable[str]) -> Found | None:
-        """The exact solution at the first of `levels` at which anything fits; None where nothing does."""
+    def _first(self, shape: Shape, tables: list[Timetable], levels: Iterable[str]) -> Found:
+        """The exact solution at the first of `levels` at which anything fits. Raises InfeasibleError."""
         for level in levels:
             with suppress(InfeasibleError):
                 return self.price(shape, tables, level, exact=True)
-        return None
-
-    def _of_less_room(self, found: Found) -> Found | None:
-        """The exact solution that leaves as much room free as what runs takes more; None where none fits."""
-        price = partial(self.price, found.shape, [found.table], found.level, exact=True)
-        with suppress(InfeasibleError):
-            return leaving_room(lambda spare_bytes: price(spare_bytes=spare_bytes))
-        return None
+        raise InfeasibleError("")
 
     def price(
         self,
@@ -235,7 +235,7 @@ class Pricing:
         priced = partial(self._priced, shape, level=level, exact=exact, each=each, spare_bytes=spare_bytes)
         best = priced(models or self.models(shape), tables, cutoff_s=cutoff_s, bounds=bounds)
         splitting = [table for table in tables if table.schedule.splits_backward]
-        if models is None and splitting and not best.chosen.separable:
+        if models is None and splitting and not best.chosen.separable and not (exact and self.context.timer.skips()):
             with suppress(InfeasibleError):
                 taken_apart = priced(
                     best.chosen.models.separable,
@@ -282,9 +282,9 @@ class Pricing:
             bounds.append(proven_s)
         if proven_s >= cutoff_s:
             raise Beaten(proven_s, full=chosen.counted_bytes >= FULL * self.context.mean_bytes(shape.places))
-        tried = [chosen]
+        tried, late = [chosen], self.context.timer.skips if exact else lambda: False
         # what only some work overlaps is overlapped by all passes in one Problem, and by none in the other
-        if (exact or alone) and chosen.sums_count(shape.microbatches):
+        if (exact or alone) and chosen.sums_count(shape.microbatches) and not late():
             also = partial(self.context.solve, exact=exact and alone, each=each, spare_bytes=spare_bytes)
             tried.append(also(models, least, level, beside=not alone))
         ways = itertools.product(sorted(tables, key=lambda t: t.length), self.context.grounds(shape), tried)
@@ -297,7 +297,7 @@ class Pricing:
             return made
 
         try:
-            return fastest(ways, laid, lambda way: even_s(*way))
+            return fastest(ways, laid, lambda way: even_s(*way), late)
         except InfeasibleError as error:
             if not exact or not error.missing_bytes:
                 raise

@@ -59,13 +59,15 @@ def even_s(table: Timetable, ground: Ground, chosen: Chosen) -> float:
     return table.least_length * table.places / sum(paces)
 
 
-def fastest(ways: Iterable[T], price: Callable[[T], Found], hoped_s: Callable[[T], float]) -> Found:
+def fastest(
+    ways: Iterable[T], price: Callable[[T], Found], hoped_s: Callable[[T], float], late: Callable[[], bool]
+) -> Found:
     """The fastest result of `price` over `ways`; a way whose estimate `hoped_s` is no better than the best so far is
-    left out. Raises the last InfeasibleError where no way fits."""
+    left out, and once `late` all behind the first that fits. Raises the last InfeasibleError where no way fits."""
     best: Found | None = None
     failed = InfeasibleError("")
     for way in ways:
-        if best is not None and hoped_s(way) >= best.step_s:
+        if best is not None and (hoped_s(way) >= best.step_s or late()):
             continue
         try:
             found = price(way)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from autopar.joint import inside
+from autopar.joint import explore, inside
 from autopar.joint.explore import Explorer
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
@@ -79,3 +79,14 @@ def test_what_is_far_behind_is_not_solved_to_the_end(
         found.append(rough.step_s)
         walk.polished[rough.shape] = None
     assert found == solved
+
+
+@pytest.mark.parametrize(("deadline", "honed"), [(-INF, 3.0), (INF, 2.0)])
+def test_a_late_result_is_not_honed(deadline: float, honed: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state alone takes seconds of a pipeline of many stages; the plan says that time was up."""
+    monkeypatch.setattr(explore, "honed", lambda context, name, found, late: SimpleNamespace(step_s=2.0))
+    context, shape = SimpleNamespace(request=SimpleNamespace(say=lambda text: None)), Shape(2, (1,), 2)
+    walk = Explorer(context, SEARCH, INF, deadline)  # type: ignore[arg-type]
+    walk.polished[shape] = None
+    made = walk._honed(SimpleNamespace(shape=shape, step_s=3.0))  # type: ignore[arg-type]
+    assert made is not None and made.step_s == honed and walk.hurried == (deadline < 0)

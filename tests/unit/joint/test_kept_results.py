@@ -23,6 +23,7 @@ from autopar.joint.staging import Found, lay
 from autopar.memory import predict
 from autopar.problem.settings import Settings
 from autopar.request import Request
+from autopar.timer import Timer
 from tests.helpers.verify import subject
 
 SHAPES = [Shape(1, (2,), 4), Shape(2, (1,), 4), pytest.param(Shape(2, (2,), 8), marks=pytest.mark.slow)]
@@ -95,6 +96,16 @@ def test_a_shape_short_of_memory_keeps_what_makes_it_fastest(shape: Shape, share
         assert whole is None or max(whole.places_bytes) <= pricing.context.limit_bytes
         assert other is None or (whole is not None and whole.step_s <= other.step_s * 1.01)
     assert min(gained) >= 0 and max(gained) > 0.005
+
+
+def test_once_time_is_up_what_fits_is_not_tried_with_other_results_kept() -> None:
+    pricing = short(SHAPES[0], 0.65)
+    best = pricing.glance(SHAPES[0], math.inf)
+    assert pricing._runs_again(best)
+    for late in (False, True):
+        pricing.context.timer = Timer(0.0 if late else math.inf)
+        assert any(pricing._kept_otherwise(best, None)), "nothing is known that fits"
+        assert any(pricing._kept_otherwise(best, best)) != late and pricing.context.timer.hurried == late
 
 
 def test_what_is_slower_with_all_the_memory_than_what_is_known_keeps_what_a_level_says() -> None:

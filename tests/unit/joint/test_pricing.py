@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH, of_recipe
 from autopar.joint.staging import Found, lay
 from autopar.joint.timetables import Kind
+from autopar.joint.ways import fastest
 from autopar.memory import Entry, Prediction, predict
 from autopar.pipeline import views
 from autopar.problem.at_rest import EACH
@@ -28,6 +30,7 @@ from autopar.problem.settings import Settings
 from autopar.recipes.pipelines import PIPELINES, PipelineRecipe
 from autopar.recipes.roles import scattering
 from autopar.request import Request
+from autopar.timer import Timer
 from tests.helpers.planned import graph
 from tests.helpers.verify import subject
 
@@ -80,6 +83,40 @@ def test_nothing_else_is_laid_out_where_the_fastest_fits(monkeypatch: pytest.Mon
     exact = pricing.exact(found)
     assert exact is not None and exact.step_s == pytest.approx(found.step_s, rel=0.01)
     assert {table.kind for table in tables} == {found.table.kind}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_once_time_is_up_the_first_that_fits_is_enough(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pipeline of 128 stages each of the others takes seconds. That it comes out slower than at the glance is what
+    makes them worth a try."""
+    pricing, found = glanced()
+    pricing.context.timer = timer = Timer(0.0 if late else math.inf)
+    tried: list[Kind] = []
+
+    def slower(*args: Any, whole: bool = False) -> Found:
+        made = lay(*args, whole=whole)
+        tried.extend([made.table.kind] * whole)
+        return replace(made, step_s=2 * made.step_s)
+
+    monkeypatch.setattr(module, "lay", slower)
+    exact = pricing.exact(found)
+    assert exact is not None and timer.hurried == late
+    assert tried == [found.table.kind] if late else len({*tried}) > 1
+
+
+@pytest.mark.parametrize(("late", "tried"), [(False, [5, 4, 3, 1]), (True, [5, 4])])
+def test_ways_behind_the_first_that_fits_wait_for_time(late: bool, tried: list[int]) -> None:
+    """What does not fit is no answer, however late it is."""
+    seen: list[int] = []
+
+    def price(way: int) -> Any:
+        seen.append(way)
+        if way == 5:
+            raise InfeasibleError("too large")
+        return SimpleNamespace(step_s=float(way))
+
+    assert fastest([5, 4, 3, 4, 1], price, lambda way: float(way), lambda: late).step_s == tried[-1]
+    assert seen == tried
 
 
 @pytest.mark.parametrize("full", [0, 1])

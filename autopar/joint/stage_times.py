@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.cluster import MeshAxis
 from autopar.cost.comm import collective_s
@@ -25,7 +25,8 @@ from autopar.problem.graph import Program, Ref
 @dataclass(frozen=True, eq=False)
 class Laying:
     """The arguments of `staging.lay`: the choices `chosen` of a shape under one timetable, on the places of `ground`.
-    `flat` is the plan of one stage with these choices; `whole` as in `lay`."""
+    `flat` is the plan of one stage with these choices; `whole` as in `lay`. `timed` are the times of stages so far, by
+    the identities of their pieces (alike blocks share one Cost) and all else that they depend on."""
 
     context: SearchContext
     shape: Shape
@@ -34,6 +35,7 @@ class Laying:
     chosen: Chosen
     flat: Plan
     whole: bool
+    timed: dict[object, tuple[Sequence[Cost], StageTime]] = field(init=False, default_factory=dict)
 
 
 def all_times(here: Laying, plan: Plan, parts: Sequence[Sequence[Cost]], seen: Sequence[View]) -> list[StageTime]:
@@ -48,13 +50,14 @@ def all_times(here: Laying, plan: Plan, parts: Sequence[Sequence[Cost]], seen: S
 def one_time(here: Laying, seen: Sequence[View], stage: int, part: Sequence[Cost], send_s: float) -> StageTime:
     """Seconds of one of several stages, which is separable as its view in `seen`."""
     table = here.table
-    return stage_time(
-        part,
-        send_s,
-        split=table.schedule.splits_backward and seen[stage].separable,
-        training=here.context.request.settings.training,
-        action_s=here.ground.places.device(table.at[stage]).action_s if table.places > 1 else 0.0,
-    )
+    split = table.schedule.splits_backward and seen[stage].separable
+    action_s = here.ground.places.device(table.at[stage]).action_s if table.places > 1 else 0.0
+    key = (*map(id, part), send_s, split, action_s)
+    if key not in here.timed:
+        training = here.context.request.settings.training
+        # with its pieces, so that no other ones get their identities
+        here.timed[key] = part, stage_time(part, send_s, split=split, training=training, action_s=action_s)
+    return here.timed[key][1]
 
 
 def wait_for_links(times: Sequence[StageTime]) -> bool:

@@ -91,7 +91,7 @@ class Timetable:
         """How many stages the model is cut into."""
         return self.places * self.virtual
 
-    @property
+    @cached_property
     def at(self) -> list[int]:
         """The place of each stage."""
         return [self.schedule.place(stage, self.places) for stage in range(self.stages)]

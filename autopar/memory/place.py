@@ -274,13 +274,19 @@ class Holding:
         """Bytes of sums of gradients beside action number `index`: on one place and of the first stage of several the
         last backward (runtime.gradsync.GradSync.summing), of other stages what the place does after theirs
         (runtime.stages)."""
+        if self._sums_begin is None:
+            return 0.0
+        begins = index == self._last.get(0) and self.actions[index].kind == "B"
+        return max(self._begun_bytes * (index > self._sums_begin), self.sums.beside_bytes if begins else 0.0)
+
+    @cached_property
+    def _sums_begin(self) -> int | None:
+        """The number of the action behind which sums of gradients run beside others (past the last one: behind none);
+        None where no sum is beside an action."""
         plan = self.shares.plan
         if plan.mode != "train" or plan.places == plan.microbatches == 1:
-            return 0.0
-        last = self._last
-        begun = plan.places > 1 and index > min(last.values())
-        begins = index == last.get(0) and self.actions[index].kind == "B"
-        return max(self._begun_bytes * begun, self.sums.beside_bytes if begins else 0.0)
+            return None
+        return min(self._last.values()) if plan.places > 1 else len(self.actions)
 
     @cached_property
     def _last(self) -> dict[int, int]:

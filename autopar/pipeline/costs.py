@@ -57,25 +57,19 @@ def costs(
     overlaps = apart and micro.prices.overlap > 0.0
     contention = micro.prices.contention if micro.prices.overlap > 0.0 else 1.0
     lines = {name: _line(did, name) for name in did.did if overlaps}
-    return [
-        replace(
-            _per_instance(
-                held[unit.name],
-                seconds[unit.name],
-                did.did[unit.name],
-                count.get(unit.name, 1),
-                contention,
-                summed_s.get(unit.name),
-            ),
-            block=overlaps and unit.name in count,
+    each = {
+        name: replace(
+            _per_instance(held[name], seconds[name], did.did[name], count.get(name, 1), contention, summed_s.get(name)),
+            block=overlaps and name in count,
             contention=contention,
-            adds=(*held[unit.name].adds.items(),) if apart else (),
-            line=lines.get(unit.name),
-            work_s=_work_s(did.did[unit.name], count.get(unit.name, 1)),
-            beside_s=_beside_s(did, unit.name, contention) / count.get(unit.name, 1) if overlaps else 0.0,
+            adds=(*held[name].adds.items(),) if apart else (),
+            line=lines.get(name),
+            work_s=_work_s(did.did[name], count.get(name, 1)),
+            beside_s=_beside_s(did, name, contention) / count.get(name, 1) if overlaps else 0.0,
         )
-        for unit in did.pieces
-    ]
+        for name in dict.fromkeys(unit.name for unit in did.pieces)
+    }
+    return [each[unit.name] for unit in did.pieces]
 
 
 def _hold_node(held: Mapping[str, _Held], did: Passes, once: Model, index: int) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -317,7 +317,9 @@ class Shifting:
 def _numbers(stretch: _Stretch | None) -> tuple[float, ...]:
     """The fields of a stretch in a row, zeros where it is impossible: its times, seconds once per step, and its bytes
     of four kinds."""
-    return (*stretch.times, *astuple(stretch)[1:]) if stretch is not None else NOWHERE
+    if stretch is None:
+        return NOWHERE
+    return (*stretch.times, stretch.once_s, stretch.rest, stretch.live, stretch.kept, stretch.halfway)
 
 
 def _between(a: int, b: int, stages: int) -> Iterator[list[int]]:

@@ -84,7 +84,7 @@ class Budgets:
         self.limits, count = limits, len(at)
         # per stage: reserved bytes (live); the number of stages of its place up to it (time); and the share of these in
         # the other bytes of the place (memory)
-        self.live, self.time, self.memory = (np.zeros(count) for _ in range(3))
+        lives, times, shares = (np.zeros(count) for _ in range(3))
         for place in dict.fromkeys(at):
             mine = [stage for stage, other in enumerate(at) if other == place]
             even = [
@@ -92,12 +92,9 @@ class Budgets:
                 for need in (whole[stage] for stage in mine)
             ]
             found = split(even, limits[mine[0]])
-            self.live[mine], self.time[mine], self.memory[mine] = (
-                found.live,
-                np.arange(1, len(mine) + 1),
-                np.cumsum(found.shares),
-            )
-            self.memory[mine[-1]] = 1.0
+            lives[mine], times[mine], shares[mine] = found.live, np.arange(1, len(mine) + 1), np.cumsum(found.shares)
+            shares[mine[-1]] = 1.0
+        self.live, self.time, self.memory = lives.tolist(), times.tolist(), shares.tolist()
 
     def of(self, stage: int, limit_s: float, spent: Sequence[Spent]) -> May:
         """What `stage` may take where the stages of a place may take `limit_s` each on average, and `spent` is what
@@ -105,17 +102,17 @@ class Budgets:
         before, limit, live = (
             [spent[other] for other in self.before[stage]],
             self.limits[stage],
-            float(self.live[stage]),
+            self.live[stage],
         )
         if not before and self.memory[stage] == 1.0:
             return May(limit_s, limit)
         spare = max([live, *(other.live for other in before)])
-        held = (limit - spare) * float(self.memory[stage]) - sum(other.held for other in before)
-        return May(limit_s * float(self.time[stage]) - sum(other.seconds for other in before), held + spare, spare)
+        held = (limit - spare) * self.memory[stage] - sum(other.held for other in before)
+        return May(limit_s * self.time[stage] - sum(other.seconds for other in before), held + spare, spare)
 
     def mean_s(self, seconds: Sequence[float]) -> float:
         """The largest average of the seconds of a stage and all stages before it on its place."""
         return max(
-            (own + sum(seconds[other] for other in self.before[stage])) / float(self.time[stage])
+            (own + sum(seconds[other] for other in self.before[stage])) / self.time[stage]
             for stage, own in enumerate(seconds)
         )

@@ -4,7 +4,7 @@ stage)."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -182,9 +182,10 @@ class Table:
         self._most_live = float(live.max())
         self._slower = bool((np.diff(self.more) >= 0).all())  # no piece is faster where it runs again
         # lists: faster to read one by one
-        self._seconds, self._more, self._rest, self._kept, self._halfway = (
-            sums.tolist() for sums in (self.seconds, self.more, rest, kept, halfway)
+        self._seconds, self._more, self._rest, self._kept, self._halfway, self._freed = (
+            sums.tolist() for sums in (self.seconds, self.more, rest, kept, halfway, self.freed)
         )
+        self._live_again = [c.live_bytes for c in again]
 
     def again(self, first: int, stop: int, flying: Flying, limit_bytes: float, spare_bytes: float = 0.0) -> int | None:
         """How many of the first pieces of `[first, stop)` must run again for the stage to fit into `limit_bytes`; None
@@ -196,8 +197,8 @@ class Table:
             or held + (live := max(spare_bytes, self.live(first, stop))) <= limit_bytes
         ):
             return 0
-        fits = np.flatnonzero(self._rerun_bytes(first, stop, flying, live) <= limit_bytes)
-        return int(fits[0]) + 1 if len(fits) else None
+        rerun = self._rerun_bytes(first, stop, flying, live)
+        return next((again for again, nbytes in enumerate(rerun, 1) if nbytes <= limit_bytes), None)
 
     def rest(self, first: int, stop: int) -> float:
         """Bytes of parameters and their state in `[first, stop)`."""
@@ -219,20 +220,20 @@ class Table:
 
     def saved(self, first: int, stop: int, flying: Flying) -> float:
         """Bytes that the microbatches in flight keep less where `[first, stop)` runs again."""
-        return flying.kept * float(self.freed[stop] - self.freed[first])
+        return flying.kept * (self._freed[stop] - self._freed[first])
 
     def least_bytes(self, first: int, stop: int, flying: Flying) -> float:
         """The fewest bytes of a stage of `[first, stop)`, over all numbers of its first pieces that run again."""
         live = self.live(first, stop)
-        return min(self.held(first, stop, flying) + live, float(self._rerun_bytes(first, stop, flying, live).min()))
+        return min(self.held(first, stop, flying) + live, *self._rerun_bytes(first, stop, flying, live))
 
-    def _rerun_bytes(self, first: int, stop: int, flying: Flying, live: float) -> np.ndarray:
-        """[stop - first] bytes of a stage of `[first, stop)` with its first piece run again, its first two, ...;
-        `live`: the least bytes of what exists only while a piece runs."""
-        most = np.maximum.accumulate(np.maximum(self.live_again[first:stop], live))
-        return (
-            self.held(first, stop, flying) + most - flying.kept * (self.freed[first + 1 : stop + 1] - self.freed[first])
-        )
+    def _rerun_bytes(self, first: int, stop: int, flying: Flying, live: float) -> Iterator[float]:
+        """Bytes of a stage of `[first, stop)` with its first piece run again, its first two, ...; `live`: the least
+        bytes of what exists only while a piece runs."""
+        held, freed = self.held(first, stop, flying), self._freed
+        for piece in range(first, stop):
+            live = max(live, self._live_again[piece])
+            yield held + live - flying.kept * (freed[piece + 1] - freed[first])
 
     def need(self, flying: Flying, first: int = 0, stop: int | None = None) -> Need:
         """The memory that a stage of `[first, stop)`, or of all pieces, needs. Of what exists only while a piece runs,
@@ -246,7 +247,7 @@ class Table:
         maximum over two stretches of 2^n pieces that cover it, and over those."""
         power = (stop - first).bit_length() - 1
         most = max(self._most[power][first], self._most[power][stop - 2**power])
-        return max(most, float(self.live_again[first : first + again].max())) if again else most
+        return max([most, *self._live_again[first : first + again]])
 
     def slow(self, first: int, stop: int, limit_s: float) -> bool:
         """Whether a stage takes longer than `limit_s` however many of its pieces run again."""

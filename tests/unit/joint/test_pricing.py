@@ -13,7 +13,7 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import pricing as module
-from autopar.joint import search_context, staging
+from autopar.joint import search_context, stage_times, staging
 from autopar.joint.pricing import Pricing
 from autopar.joint.prove import Prover
 from autopar.joint.scattering import scattered
@@ -25,6 +25,7 @@ from autopar.joint.timetables import Kind
 from autopar.joint.ways import fastest
 from autopar.memory import Entry, Prediction, predict
 from autopar.pipeline import views
+from autopar.pipeline.stretches import stage_time
 from autopar.problem.at_rest import EACH
 from autopar.problem.settings import Settings
 from autopar.recipes.pipelines import PIPELINES, PipelineRecipe
@@ -154,6 +155,25 @@ def test_room_for_what_the_walk_finds_on_one_place_is_reserved_on_that_place(
     assert (
         fuller.cuts.again[full] > plain.cuts.again[full] and fuller.cuts.again[1 - full] <= plain.cuts.again[1 - full]
     )
+
+
+def test_alike_stages_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a run share one Cost. Of 12 stages with a block each, those at the ends have other pieces, too, and the
+    last one sends nothing."""
+    context = SearchContext(graph(12), {"b": 4096}, Request(Cluster.parse("h100:1x2"), Settings("train")))
+    pricing = Pricing(context, replace(SEARCH, kinds=(Kind("interleaved_1f1b", 6),)))
+    found = pricing.glance(SHAPE, math.inf)
+    (costs,) = (pieces.costs for pieces in found.chosen.pieces)
+    assert len({id(cost) for cost in costs}) == len({unit.name for unit in context.units}) < len(costs)
+    timed: list[Any] = []
+
+    def each(*args: Any, **more: Any) -> Any:
+        timed.append(args)
+        return stage_time(*args, **more)
+
+    monkeypatch.setattr(stage_times, "stage_time", each)
+    again = lay(context, SEARCH.name, SHAPE, found.table, found.ground, found.chosen, shifts=False)
+    assert found.table.stages == 12 > 3 * len(timed) and again.step_s == found.step_s
 
 
 def taken_apart(found: Found) -> set[bool]:

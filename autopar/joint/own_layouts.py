@@ -78,19 +78,21 @@ def _probed(found: Found) -> list[int]:
 
 
 def _offered(context: SearchContext, found: Found, weights: PlaceWeights, place: int) -> Iterator[Chosen]:
-    """Candidates for a place: the optimum with nothing run again, with all blocks run again at each level, and at a
-    price per byte, which is what running some blocks again costs."""
+    """Candidates for a place, as long as time is left: the optimum with nothing run again, with all blocks run again at
+    each level, and at a price per byte, which is what running some blocks again costs."""
     alike, here = found.chosen, _Place.of(found, place)
     models = alike.models.kinds[here.kind]
     for level, byte_s, again in _wanted(context, alike, here):
+        if context.timer.skips():
+            return
         problem = weights.problem(models, level, alike.solution.choice, byte_s)
         with suppress(InfeasibleError):
             yield replace(alike, solution=ilp.glance(problem, time_limit_s=SHAPE_SOLVE_S), level=again, kept=None)
 
 
 def _kept_otherwise(context: SearchContext, found: Found) -> Iterator[Chosen]:
-    """Candidates with the common layouts, in which blocks that run again keep other results."""
-    if opens(found, context.whole):
+    """Candidates with the common layouts, in which blocks that run again keep other results; none where time is up."""
+    if opens(found, context.whole) and not context.timer.skips():
         opened, kept = Fuller.of(found.chosen, context.whole), found.chosen.levels(context.whole)
         yield from (chosen for scope in kept for chosen in opened.ways(scope, kept))
 

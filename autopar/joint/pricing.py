@@ -156,8 +156,10 @@ class Pricing:
         Once time is up, the first that fits is enough.
         """
         best: Found | None = None
+        late = self.context.timer.skips
+        price = partial(self.price, found.shape, exact=True, late=late)
         with suppress(InfeasibleError):
-            best = self.price(found.shape, [found.table], found.level, exact=True, models=found.chosen.models)
+            best = price([found.table], found.level, models=found.chosen.models)
         own = found.table, found.level, found.chosen.models
         others = [
             other
@@ -171,7 +173,7 @@ class Pricing:
         ]:
             if best is not None and (
                 best.step_s <= other.step_s * (1 + PRICE_TOLERANCE if other.table.stages == 1 else 1 - SHIFTED)
-                or self.context.timer.skips()
+                or late()
             ):
                 break
             with suppress(InfeasibleError):
@@ -181,14 +183,13 @@ class Pricing:
             return best
         deeper = self.levels[self.levels.index(found.level) + 1 :]
         tables = [table for table in self.tables(found.shape) if table != found.table]
-        price = partial(self.price, found.shape, [found.table], found.level, exact=True)
         ways = (
-            partial(self._first, found.shape, [found.table], deeper),
-            partial(self._first, found.shape, tables, dict.fromkeys((found.level, *self.levels))),
-            partial(leaving_room, lambda spare_bytes: price(spare_bytes=spare_bytes)),
+            lambda: _first(price, [found.table], deeper),
+            lambda: _first(price, tables, dict.fromkeys((found.level, *self.levels))),
+            lambda: leaving_room(lambda spare_bytes: price([found.table], found.level, spare_bytes=spare_bytes)),
         )
         with suppress(InfeasibleError):
-            best = fastest(ways, lambda solve: solve(), lambda solve: 0.0, self.context.timer.skips)
+            best = fastest(ways, lambda solve: solve(), lambda solve: 0.0, late)
         return best
 
     def _kept_otherwise(self, found: Found, exact: Found | None) -> Iterator[Glance]:
@@ -206,13 +207,6 @@ class Pricing:
                 return
             yield from self._ways_with_other_results_kept(found.shape, chosen)
 
-    def _first(self, shape: Shape, tables: list[Timetable], levels: Iterable[str]) -> Found:
-        """The exact solution at the first of `levels` at which anything fits. Raises InfeasibleError."""
-        for level in levels:
-            with suppress(InfeasibleError):
-                return self.price(shape, tables, level, exact=True)
-        raise InfeasibleError("")
-
     def price(
         self,
         shape: Shape,
@@ -225,17 +219,19 @@ class Pricing:
         models: Models | None = None,
         each: bool = False,
         spare_bytes: float = 0.0,
+        late: Callable[[], bool] = lambda: False,
     ) -> Found:
         """The best result under `tables`, with choices of `models`: left out, of all there are, and under timetables
         that take the backward apart also of those that let them; `each` and `spare_bytes` as SearchContext.solve has
-        them. The bound of the shape at this level is appended to `bounds`. Raises InfeasibleError where nothing fits,
-        Overfull where only what runs does not, Beaten where nothing is as fast as `cutoff_s`."""
+        them. The bound of the shape at this level is appended to `bounds`. Once `late`, the first that fits is enough.
+        Raises InfeasibleError where nothing fits, Overfull where only what runs does not, Beaten where nothing is as
+        fast as `cutoff_s`."""
         if not tables:
             raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
-        priced = partial(self._priced, shape, level=level, exact=exact, each=each, spare_bytes=spare_bytes)
+        priced = partial(self._priced, shape, level=level, exact=exact, each=each, spare_bytes=spare_bytes, late=late)
         best = priced(models or self.models(shape), tables, cutoff_s=cutoff_s, bounds=bounds)
         splitting = [table for table in tables if table.schedule.splits_backward]
-        if models is None and splitting and not best.chosen.separable and not (exact and self.context.timer.skips()):
+        if models is None and splitting and not best.chosen.separable and not late():
             with suppress(InfeasibleError):
                 taken_apart = priced(
                     best.chosen.models.separable,
@@ -257,6 +253,7 @@ class Pricing:
         cutoff_s: float,
         each: bool,
         spare_bytes: float,
+        late: Callable[[], bool],
         bounds: list[float] | None = None,
         start: tuple[int, ...] | None = None,
     ) -> Found:
@@ -266,27 +263,17 @@ class Pricing:
         # a bound under the timetable that keeps least, scaled by lengths, holds for the shortest, with no more room
         alone, shortest = shape.places == 1, min(table.length for table in tables)
         slack = least.length / shortest / self._eased(shape, level) * (1 + HIDDEN * (not alone))
-        chosen = self.context.solve(
-            models,
-            least,
-            level,
-            exact=exact,
-            cutoff_s=cutoff_s * slack,
-            start=start,
-            each=each,
-            spare_bytes=spare_bytes,
-            beside=alone,
-        )
+        solve = partial(self.context.solve, models, least, level, each=each, spare_bytes=spare_bytes)
+        chosen = solve(exact=exact, cutoff_s=cutoff_s * slack, start=start, beside=alone)
         proven_s = chosen.bound_s / slack
         if bounds is not None:
             bounds.append(proven_s)
         if proven_s >= cutoff_s:
             raise Beaten(proven_s, full=chosen.counted_bytes >= FULL * self.context.mean_bytes(shape.places))
-        tried, late = [chosen], self.context.timer.skips if exact else lambda: False
+        tried = [chosen]
         # what only some work overlaps is overlapped by all passes in one Problem, and by none in the other
         if (exact or alone) and chosen.sums_count(shape.microbatches) and not late():
-            also = partial(self.context.solve, exact=exact and alone, each=each, spare_bytes=spare_bytes)
-            tried.append(also(models, least, level, beside=not alone))
+            tried.append(solve(exact=exact and alone, beside=not alone))
         ways = itertools.product(sorted(tables, key=lambda t: t.length), self.context.grounds(shape), tried)
 
         def laid(way: tuple[Timetable, Ground, Chosen]) -> Found:
@@ -398,3 +385,11 @@ class Pricing:
             return table if table.flying else None
         except PlanError:
             return None
+
+
+def _first(price: Callable[..., Found], tables: list[Timetable], levels: Iterable[str]) -> Found:
+    """The result of `price` at the first of `levels` at which anything fits. Raises InfeasibleError."""
+    for level in levels:
+        with suppress(InfeasibleError):
+            return price(tables, level)
+    raise InfeasibleError("")

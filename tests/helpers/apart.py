@@ -3,6 +3,7 @@ are slow."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 
@@ -99,7 +100,9 @@ SHAPE = Shape(2, (2,), 8)
 @cache
 def found(cluster: Cluster, schedule: str = "1f1b") -> tuple[SearchContext, Found]:
     """The stack on two places of two devices, laid out alike."""
-    context = SearchContext(stack().captured.gm, {"b": ROWS}, Request(cluster, Settings("train"), time_limit_s=20.0))
+    context = SearchContext(
+        stack().captured.gm, {"b": ROWS}, Request(cluster, Settings("train"), time_limit_s=math.inf)
+    )
     pricing = Pricing(context, SEARCH)
     tables = [table for table in pricing.tables(SHAPE) if table.kind.schedule == schedule]
     return context, pricing.price(SHAPE, tables[:1], "none", exact=True)

@@ -36,6 +36,7 @@ def roomy(shape: Shape) -> tuple[SearchContext, float]:
     request = replace(
         Request(Cluster.parse(f"h100:1x{shape.places * math.prod(shape.mesh)}"), Settings("train")),
         memory_bytes=float("inf"),
+        time_limit_s=math.inf,
     )
     context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 256}, request)
     pricing = Pricing(context, SEARCH)

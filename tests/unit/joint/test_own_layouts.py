@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -32,6 +33,7 @@ from autopar.plan import Plan
 from autopar.problem.settings import Settings
 from autopar.request import Request
 from autopar.simulate import simulate
+from autopar.timer import Timer
 from tests.helpers.apart import BLOCKS, ROWS, found, in_parts, small_and_slow, stack
 from tests.helpers.command import ROOT
 
@@ -69,6 +71,14 @@ def test_what_is_best_for_all_stays() -> None:
     """Where places want the same there are no parts."""
     context, alike = found(Cluster.parse("cpu:1x4"))
     assert each_apart(context, alike) is alike
+
+
+def test_once_time_is_up_no_place_is_laid_out_in_its_own_way() -> None:
+    """Problems of three places take seconds each where a cluster is large."""
+    context, alike = found(small_and_slow())
+    late = copy.copy(context)
+    late.timer = Timer(0.0)
+    assert each_apart(late, alike) is alike and late.timer.hurried
 
 
 def test_one_place_stays() -> None:

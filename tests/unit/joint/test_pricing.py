@@ -42,7 +42,9 @@ KINDS = (Kind("1f1b"), Kind("interleaved_1f1b", 2), Kind("zbv_zero_bubble", 2))
 def glanced() -> tuple[Pricing, Found]:
     who = subject("hf-gpt2")
     context = SearchContext(
-        who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse("h100:1x2"), Settings("train"))
+        who.captured.gm,
+        {**who.captured.hints, "b": 64},
+        Request(Cluster.parse("h100:1x2"), Settings("train"), time_limit_s=math.inf),
     )
     pricing = Pricing(context, replace(SEARCH, kinds=KINDS))
     return pricing, pricing.glance(SHAPE, math.inf)
@@ -190,7 +192,8 @@ def test_zero_bubble_schedules_get_stages_that_can_be_taken_apart(
     """On slow links weights are best gathered for each use, in the background. Stages that do so run their backward as
     one, and the schedule gains nothing."""
     monkeypatch.setattr(search_context, "SHAPE_SOLVE_S", 60.0)  # to the end, on a busy machine too
-    context = SearchContext(graph(8), {"b": 4096}, Request(Cluster.parse(cluster), Settings("train")))
+    request = Request(Cluster.parse(cluster), Settings("train"), time_limit_s=math.inf)
+    context = SearchContext(graph(8), {"b": 4096}, request)
     pricing, wins = Pricing(context, SEARCH), []
     for table in pricing.tables(shape):
         if not table.schedule.splits_backward:
@@ -230,7 +233,7 @@ def test_a_glance_at_what_can_be_taken_apart_begins_at_the_choices_of_all() -> N
 def test_gradients_are_scattered_after_each_microbatch_where_that_saves_time() -> None:
     """The search scattered all of them once per step, and cut weights for good or gathered them at each use instead,
     which takes 1.26 times as long."""
-    request = Request(Cluster.parse("l4:4x1"), Settings("train"), memory_bytes=210 * 2**20)
+    request = Request(Cluster.parse("l4:4x1"), Settings("train"), memory_bytes=210 * 2**20, time_limit_s=math.inf)
     context, shape = SearchContext(graph(8), {"b": 8192}, request), Shape(1, (4,), 4)
     pricing = Pricing(context, SEARCH)
     once = pricing.exact(pricing.glance(shape, math.inf))
@@ -246,7 +249,7 @@ def test_gradients_are_scattered_after_each_microbatch_where_that_saves_time() -
 def test_more_memory_is_no_reason_to_find_less(limit: int, most_s: float) -> None:
     """What the Problem counts leaves out the bucket of gradients beside the last backward: what it took for fitting did
     not as it runs, where with a little less room another solution did; of 205 MiB none was found at all."""
-    request = Request(Cluster.parse("l4:4x1"), Settings("train"), memory_bytes=limit * 2**20)
+    request = Request(Cluster.parse("l4:4x1"), Settings("train"), memory_bytes=limit * 2**20, time_limit_s=math.inf)
     context, shape = SearchContext(graph(8), {"b": 8192}, request), Shape(1, (4,), 4)
     pricing = Pricing(context, SEARCH)
     once = pricing.exact(pricing.glance(shape, math.inf))

@@ -15,7 +15,7 @@ What is made of a shape:
     staging           cuts a solution into stages, times the step and counts its memory
     stage_times       seconds of each stage, and of the sends between stages
     pricing           the best plan of a shape: solved, then cut and timed under every timetable
-    ways              the fastest of some ways to run a solution
+    ways              the fastest of some ways to run a solution, the simplest of some results
     scattering        plans that scatter gradients after every microbatch
     kept_results      which results blocks keep that are run again
     pipeline_honing   descent on the price of the whole step
@@ -78,8 +78,11 @@ by then."""
 
 SEARCH_SHARE = 2 / 3
 """Share of the time limit, since a proof takes about half as long as the search. After a search that took more than
-this, the bound is what the background proof has found so far; if it has found nothing, proving goes on until the time
-limit, and the plan has the note UNPROVEN."""
+this, the bound is what the background proof has found so far."""
+
+PROOF_SHARE = 0.25
+"""Share of the time limit by which a proof that has found nothing may go on behind the limit, until it has; where it
+still has not, the plan has the note UNPROVEN."""
 
 
 def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
@@ -150,6 +153,8 @@ def _with_bound(context: SearchContext, made: Plan, proof: BackgroundProof) -> P
         bound_s = proven_s(context, step_s, mesh)
     else:
         late = timer.left_s < timer.limit_s * (1 - SEARCH_SHARE)
-        bound_s = proof.proven_s(step_s, mesh, -math.inf if late and proof.looked else timer.ends_at)
+        bound_s = proof.proven_s(
+            step_s, mesh, -math.inf if late else timer.ends_at, timer.ends_at + PROOF_SHARE * timer.limit_s
+        )
         notes = (*notes, UNPROVEN) if late and not proof.looked else notes
     return replace(made, notes=notes, predicted=replace(made.predicted, bound_s=bound_s))

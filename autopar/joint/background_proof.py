@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import multiprocessing
 import os
 import signal
@@ -95,12 +96,16 @@ class BackgroundProof:
         """Whether the bound is higher than the floor, the least work."""
         return self.prover.board.looked
 
-    def proven_s(self, known_s: float, mesh: tuple[int, ...] | None, deadline: float) -> float:
-        """As joint.prove.proven_s, with what the other process has looked at so far; before the `deadline` both look
-        on."""
+    def proven_s(
+        self, known_s: float, mesh: tuple[int, ...] | None, deadline: float, latest: float = -math.inf
+    ) -> float:
+        """As joint.prove.proven_s, with what the other process has looked at so far. Both look on before the
+        `deadline`, and until the `latest` as long as nothing is proven."""
         board = self.prover.board
         board.know(known_s)
-        while time.monotonic() < deadline and board.open(self.prover.enough_s(known_s)):
+        while time.monotonic() < (deadline if self.looked else max(deadline, latest)) and board.open(
+            self.prover.enough_s(known_s)
+        ):
             if not self.prover.look(known_s, OURS):
                 self._wait()
         found_s = self.prover.proven_s(known_s)

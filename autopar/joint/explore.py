@@ -23,7 +23,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from autopar.bestfirst import HONED, PRICE_TOLERANCE
 from autopar.errors import InfeasibleError
@@ -36,7 +36,7 @@ from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import QuickLook, Shape, neighbours, starts
 from autopar.joint.spaces import Space
 from autopar.joint.staging import Found
-from autopar.joint.ways import Beaten
+from autopar.joint.ways import Beaten, simplest
 from autopar.text import seconds
 
 
@@ -53,6 +53,7 @@ class Explorer:
     beaten       of beaten shapes: the factor, and the fastest step at that time
     why          the reasons why shapes do not fit
     raised       the shapes whose floor is raised already
+    took_s       seconds of each glance with a result
     expanded     the shapes whose neighbours were visited
     polished     the shapes that were solved exactly
     """
@@ -69,6 +70,7 @@ class Explorer:
     raised: set[Shape] = field(default_factory=set)
     why: list[str] = field(default_factory=list)
     beaten: dict[Shape, tuple[float, float]] = field(default_factory=dict)
+    took_s: dict[Shape, float] = field(default_factory=dict)
     expanded: set[Shape] = field(default_factory=set)
     polished: dict[Shape, None] = field(default_factory=dict)
     hurried: bool = False  # whether time was up before all that was promising was visited
@@ -91,18 +93,8 @@ class Explorer:
 
     @property
     def best(self) -> Found | None:
-        """The simplest of the results that are as fast as the fastest one up to PRICE_TOLERANCE, the accuracy of
-        prices: the one with fewest places, then fewest stages, then fewest microbatches. Where the fastest beats
-        `known_s` by more than PRICE_TOLERANCE, so does this one; otherwise a plan from elsewhere would be taken that is
-        slower than the fastest by up to twice that."""
-        fastest_s = self._fastest_s
-        beating_s = self.known_s * (1 - PRICE_TOLERANCE)
-        near = [
-            f
-            for f in self.fit.values()
-            if f.step_s <= fastest_s * (1 + PRICE_TOLERANCE) and (f.step_s < beating_s or fastest_s >= beating_s)
-        ]
-        return min(near, key=lambda f: (f.table.places, f.table.stages, f.table.microbatches, f.step_s), default=None)
+        """The simplest of the results that are about as fast as the fastest one (ways.simplest)."""
+        return simplest([*self.fit.values()], self.known_s)
 
     @property
     def settled(self) -> list[Found]:
@@ -182,18 +174,19 @@ class Explorer:
         after every microbatch, as long as time is left."""
         near = [found for found in self.settled if found.step_s < self.known_s * HONED]
         for found in sorted(near, key=lambda found: found.step_s)[:SCATTERED]:
-            if not self._late(inside.takes_s(found)) and (made := scattered(self.pricing, found)) is not None:
+            if not self._closes and (made := scattered(self.pricing, found)) is not None:
                 self.found[found.shape] = made
 
     def _honed(self, best: Found | None) -> Found | None:
         """`best`, honed if it was solved exactly and may become the fastest known plan, and time is left."""
         if best is None or best.shape not in self.polished or best.step_s >= self.known_s * HONED:
             return best
-        if self._late():
+        late = partial(self._late, inside.takes_s(best))
+        if late():
             self.hurried = True
             return best
         self.context.request.say(f"honing {best.shape}")
-        made = self.found[best.shape] = honed(self.context, self.space.name, best, self._late)
+        made = self.found[best.shape] = honed(self.context, self.space.name, best, late)
         return made
 
     def searched(self, known_s: float) -> float:
@@ -216,7 +209,7 @@ class Explorer:
             and f.step_s <= min(best.step_s * NEARER, self.known_s * HONED)
             and proven[shape] < min(known_s, best.step_s * (1 - PRICE_TOLERANCE))
         ]
-        return None if self._late(inside.takes_s(best)) else min(near, key=lambda f: (f.step_s, f.shape), default=None)
+        return None if self._closes else min(near, key=lambda f: (f.step_s, f.shape), default=None)
 
     def _walk(self, shapes: list[Shape]) -> None:
         """Visit the starts, then neighbours of the best shapes, as the module docstring says."""
@@ -261,6 +254,8 @@ class Explorer:
             return False
         before_s = self._fastest_s
         for shape in neighbours(at, shapes):
+            if self._closes:
+                break
             self.visit(shape, NEARER)
             if self._fastest_s < before_s * (1 - PRICE_TOLERANCE):
                 return True
@@ -291,7 +286,7 @@ class Explorer:
     def _promising(self) -> Shape | None:
         """The best shape that is not expanded, if it is near the best of all and time is left. While nothing fits, the
         visited shape of least floor."""
-        if self._late():
+        if self._closes:
             self.hurried = True
             return None
         if self.fit:
@@ -352,6 +347,16 @@ class Explorer:
         """Whether the deadline has passed, or is only `spare_s` away."""
         return time.monotonic() > self.deadline - spare_s
 
+    @property
+    def _closes(self) -> bool:
+        """Whether the time that is left is for the best result: to solve it to the end, which takes about as long as
+        its glance, to hone it, and for cuts inside of its blocks."""
+        best = self.best
+        if best is None or best.step_s >= self.known_s * HONED:
+            return self._late()
+        solving_s = 0.0 if best.shape in self.polished else self.took_s.get(best.shape, 0.0)
+        return self._late(min(solving_s + 2 * inside.takes_s(best), CLOSING * self.context.timer.limit_s))
+
     def visit(self, shape: Shape, near: float) -> None:
         """Glance at a shape once, if its floor is below the fastest known step. Pricing ends when the shape is proven
         to take `near` times that."""
@@ -364,9 +369,10 @@ class Explorer:
         if self._stays_behind(shape):
             return
         self.context.request.say(f"{self.space.name}: {shape}")
-        self.found[shape], near, least_s = None, min(near, self.reach), self.least_s
+        self.found[shape], near, least_s, begun_s = None, min(near, self.reach), self.least_s, time.monotonic()
         try:
             self.found[shape] = self.pricing.glance(shape, least_s * near, least_s)
+            self.took_s[shape] = time.monotonic() - begun_s
         except Beaten:
             self.beaten[shape] = near, least_s
         except InfeasibleError as error:
@@ -385,6 +391,9 @@ FEW_SHAPES = 32
 
 SCATTERED = 2
 """Results for which scattering gradients after every microbatch is tried: each takes as long as an exact solution."""
+
+CLOSING = 0.3
+"""Share of the time limit that is kept at most for the best result when others are visited or solved."""
 
 SLOWER_STARTS = 2
 """After so many starts in a row, each slower than the one before and far from the best, no further start is visited; in

@@ -38,7 +38,7 @@ from passes.fold_repeats import body_of, is_folded
 from passes.part_runs import Parts, divided_at
 
 HARDLY = 1e-3  # relative to the step: a block stays whole if dividing it gains less
-STAGE_S = 0.1  # seconds of the search per stage (0.03 to 0.11 for 12 to 128 stages of 8B, 70B and 405B)
+STAGE_S = 0.06  # seconds of the search per stage (0.03 to 0.11 for 12 to 128 stages of 8B, 70B and 405B)
 
 Blocks = Mapping[str, Mapping[int, str]]
 """Of each run of blocks, the instances that are divided, and the operator behind which."""
@@ -50,7 +50,7 @@ def cut_inside(context: SearchContext, found: Found) -> Found:
     middles, timer = _middles(context), context.timer
     if found.table.stages == 1 or context.request.cluster.device.alone > 1 or not middles:
         return found
-    if timer.skips(timer.ends_at - takes_s(found)):
+    if timer.skips(timer.ends_at - takes_s(found) / 2):
         return found
     context.request.say(f"{found.shape}: cuts inside of blocks")
     with suppress(InfeasibleError):

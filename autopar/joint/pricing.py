@@ -153,7 +153,7 @@ class Pricing:
         Candidates are the exact solution, the glance's `found`, and as long as they promise as much as the best so far,
         or may once their cuts are shifted, other results of the glance and the same with other results kept. Where none
         of them fits, the fastest of solutions with more blocks run again, under another timetable, and of less room.
-        Once time is up, the first that fits is enough.
+        Once time is up, the first two of them are enough.
         """
         best: Found | None = None
         late = self.context.timer.skips
@@ -167,13 +167,11 @@ class Pricing:
             if (other.table, other.chosen.level, other.chosen.models) != own
         ]
         others += self._kept_otherwise(found, best)
-        for other in [
-            Glance(found.step_s, found.table, found.ground, found.chosen),
-            *sorted(others, key=lambda way: way.step_s)[:OTHERS],
-        ]:
+        glanced = Glance(found.step_s, found.table, found.ground, found.chosen)
+        for other in [glanced, *sorted(others, key=lambda way: way.step_s)[:OTHERS]]:
             if best is not None and (
                 best.step_s <= other.step_s * (1 + PRICE_TOLERANCE if other.table.stages == 1 else 1 - SHIFTED)
-                or late()
+                or (other is not glanced and late())
             ):
                 break
             with suppress(InfeasibleError):

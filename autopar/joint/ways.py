@@ -1,11 +1,13 @@
-"""The fastest of some ways to run a solution, of which those are priced that an estimate leaves hope for. Called by
-joint.pricing."""
+"""The fastest of some ways to run a solution, of which those are priced that an estimate leaves hope for, and the
+simplest of some results that are about as fast. Called by joint.pricing and joint.explore."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+from autopar.bestfirst import PRICE_TOLERANCE
 from autopar.errors import InfeasibleError
 from autopar.joint.place_kinds import Ground
 from autopar.joint.shape_problems import Chosen
@@ -78,3 +80,20 @@ def fastest(
     if best is None:
         raise failed
     return best
+
+
+def simplest(results: Sequence[Found], known_s: float) -> Found | None:
+    """The simplest of the results that are as fast as the fastest one up to PRICE_TOLERANCE, the accuracy of prices:
+    the one with fewest places, then fewest stages, then fewest microbatches; None where there are none.
+
+    Where the fastest beats `known_s`, a step known from elsewhere, by more than PRICE_TOLERANCE, so does this one;
+    otherwise a plan from elsewhere would be taken that is slower than the fastest by up to twice that.
+    """
+    fastest_s = min((found.step_s for found in results), default=math.inf)
+    beating_s = known_s * (1 - PRICE_TOLERANCE)
+    near = [
+        found
+        for found in results
+        if found.step_s <= fastest_s * (1 + PRICE_TOLERANCE) and (found.step_s < beating_s or fastest_s >= beating_s)
+    ]
+    return min(near, key=lambda f: (f.table.places, f.table.stages, f.table.microbatches, f.step_s), default=None)

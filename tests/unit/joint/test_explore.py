@@ -21,7 +21,7 @@ class Starts(Explorer):
     """A walk whose starts take given seconds; infinite: nothing fits."""
 
     def __init__(self, steps_s: Sequence[float]) -> None:
-        context = SimpleNamespace(timer=SimpleNamespace(halfway=INF))
+        context = SimpleNamespace(timer=SimpleNamespace(halfway=INF, limit_s=100.0))
         super().__init__(context, SEARCH, INF, INF)  # type: ignore[arg-type]
         self.steps_s = {Shape(2**number, (1,), 2**number): step_s for number, step_s in enumerate(steps_s)}
         self.pricing = SimpleNamespace(proven={})  # type: ignore[assignment]
@@ -88,5 +88,5 @@ def test_a_late_result_is_not_honed(deadline: float, honed: float, monkeypatch: 
     context, shape = SimpleNamespace(request=SimpleNamespace(say=lambda text: None)), Shape(2, (1,), 2)
     walk = Explorer(context, SEARCH, INF, deadline)  # type: ignore[arg-type]
     walk.polished[shape] = None
-    made = walk._honed(SimpleNamespace(shape=shape, step_s=3.0))  # type: ignore[arg-type]
+    made = walk._honed(SimpleNamespace(shape=shape, step_s=3.0, table=SimpleNamespace(stages=1)))  # type: ignore[arg-type]
     assert made is not None and made.step_s == honed and walk.hurried == (deadline < 0)

@@ -348,11 +348,9 @@ class Holding:
         for (kind, stage), n in peak.transit.items():
             nbytes = n * self._transit_bytes(kind, stage)
             found.append(Entry("pipeline buffers", f"stage {stage}, {kind} in transit", "", nbytes, n))
+        found.append(Entry("gradient sums", SUMS, "", peak.summing, 1, ALWAYS, ALWAYS))
         if peak.walked is not None:
-            found += [
-                *peak.walked.entries(peak.time),
-                Entry("gradient sums", SUMS, "", peak.summing, 1, ALWAYS, ALWAYS),
-            ]
+            found += peak.walked.entries(peak.time)
         elif peak.phase == WEIGHTS:
             nbytes = self.profiles[peak.stage].weights_bytes
             found.append(Entry("temporaries", "gradients of weights", "", nbytes))

@@ -68,9 +68,10 @@ class Endings:
         for action, own in sums.items():
             task, left_s = Task(_name(action), f"sums of {stream(place)}", 0.0), own.alone.length_s
             if begins_in(action):  # which is slower for that already
-                head = replace(task, work_s=max(0.0, left_s - own.left_s), after=(self._lead(action, own.lead_s),))
-                found.append(self._add(head, "sums"))
-                left_s = own.left_s
+                before_s, left_s = max(0.0, left_s - own.left_s), own.left_s
+                if own.lead_s < own.last.length_s:  # else only copies come before its end
+                    head = replace(task, work_s=before_s, after=(self._lead(action, own.lead_s),))
+                    found.append(self._add(head, "sums"))
             rest = replace(task, work_s=left_s, after=(self.numbers[action],), units=units, takes=prices.contention)
             found.append(self._add(rest, "sums", own.alone))
         copies_s = sum(own.copies_s if begins_in(action) else own.alone.compute_s for action, own in sums.items())

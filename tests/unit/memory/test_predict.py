@@ -14,6 +14,7 @@ from autopar.buckets import gradient_buckets
 from autopar.cluster import Cluster
 from autopar.memory import Prediction, predict
 from autopar.memory import sums as sums_module
+from autopar.memory.place import WEIGHTS
 from autopar.memory.predict import fullest
 from autopar.pipeline.orders import orders
 from autopar.plan import Plan
@@ -138,6 +139,13 @@ def test_rows_that_come_from_other_ranks_are_kept_beside_those_that_are_given() 
 
     hidden, ranks = 64, 2
     assert of_a_row(32) - of_a_row(30) == pytest.approx(3 * 8 * hidden * 4 / ranks, rel=0.01)
+
+
+def test_sums_beside_a_backward_for_weights_are_a_part_of_the_peak() -> None:
+    """Of a place whose other stage has begun them; activations are few."""
+    plan = by_stages(subject("gpt"), (2,), "ddp", 2, 4, "zbv_zero_bubble", 2)
+    place = predict(program("gpt", 8, 1), plan).places[1]
+    assert place.phases[WEIGHTS] == max(place.phases.values()) == pytest.approx(place.peak_bytes)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from autopar.cluster import Cluster
 from autopar.memory import predict
 from autopar.pipeline.makespan import step_s
 from autopar.pipeline.orders import StageTime, orders
@@ -116,6 +118,18 @@ def test_memory_over_time_peaks_where_memory_does(schedule: str, places: int, vi
         )
         assert place.memory[-1][1] == pytest.approx(memory.rest_bytes, rel=0.05)
     assert found.peak_bytes == pytest.approx(wanted.peak_bytes)
+
+
+def test_sums_of_one_bucket_begin_where_the_last_backward_of_the_first_stage_ends() -> None:
+    """It is full with the last gradient; what is copied then is a part of the seconds of the sums."""
+    who = subject("gpt")
+    made = replace(by_stages(who, (2,), "ddp", 2, 2, "1f1b"), cluster=Cluster.parse("h100:1x4").to_dict())
+    place, stages = simulate(who.captured.gm, made).places[0], Stages.of(who.captured.gm, made)
+    back_s = max(span.end_s for span in place.spans if span.stream == "actions" and "B stage 0" in span.name)
+    assert stages.sums(0).copies_s > 0
+    assert [(span.begin_s, span.end_s) for span in place.spans if span.stream == "sums"] == [
+        pytest.approx((back_s, back_s + stages.sums(0).left_s))
+    ]
 
 
 def test_more_microbatches_have_a_smaller_bubble() -> None:

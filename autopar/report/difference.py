@@ -89,7 +89,8 @@ def _facts(name: str, old: Any, new: Any) -> list[Fact]:
 
 def _changes(old: Plan, new: Plan) -> Iterable[Change]:
     """Nodes by how they differ, in the order of the plans."""
-    before, after, found = _ways(old), _ways(new), dict[tuple[str, str], list[str]]()
+    before, after = _in_parts(old, new), _in_parts(new, old)
+    found: dict[tuple[str, str], list[str]] = {}
     for node in dict.fromkeys((*before, *after)):
         ways = before.get(node, ""), after.get(node, "")
         if ways[0] != ways[1]:
@@ -103,6 +104,18 @@ def _ways(plan: Plan) -> dict[str, str]:
     for number, stage in enumerate(plan.stages):
         for name in stage.nodes:
             found[name] = "; ".join(filter(None, (found.get(name), f"in stage {number}")))
+    return found
+
+
+def _in_parts(plan: Plan, other: Plan) -> dict[str, str]:
+    """All that a plan says of each node, by the names of another one where that alone lays out a run of blocks in
+    parts: a node of the whole run is in each part that has it, but as what comes into the rest of a block."""
+    found: dict[str, str] = {}
+    for name, way in _ways(plan).items():
+        scope, _, rest = name.rpartition("/")
+        begins = {} if scope in plan.parted else other.parted.get(scope, {})
+        places = [part for part in (scope, *begins) if f"{part}/{rest}" in other.nodes and begins.get(part) != rest]
+        found |= dict.fromkeys([f"{part}/{rest}" for part in places] if begins and places else [name], way)
     return found
 
 

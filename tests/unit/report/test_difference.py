@@ -138,6 +138,22 @@ def test_stages_of_as_many_are_compared_one_by_one() -> None:
     assert change.nodes == (node,) and change.old.endswith("in stage 0") and change.new.endswith("in stage 1")
 
 
+def test_nodes_of_parts_are_compared_with_those_of_the_whole_run() -> None:
+    """A run in parts that are laid out as the run was differs in nothing but that; only the value that comes into the
+    rest of a block is new."""
+    plan = planned("ddp").plan
+    one, other = list(dict.fromkeys(plan.nodes.values()))[:2]
+    whole = replace(plan, nodes={"x": one, "run/up": one, "run/down": one})
+    parts: dict[str, dict[str, int | str]] = {"run": {"rest": "up", "tail": 1}}
+    nodes = {"x": one, "run/up": one, "rest/up": other, "rest/down": one, "tail/up": one, "tail/down": one}
+    alike = replace(plan, nodes=nodes, parted=parts)
+    assert [(change.nodes, change.old) for change in diff(whole, alike).changes] == [(("rest/up",), "")]
+    assert [(change.nodes, change.new) for change in diff(alike, whole).changes] == [(("rest/up",), "")]
+    apart = replace(alike, nodes={**nodes, "tail/down": other})
+    for found in (diff(whole, apart), diff(alike, apart)):
+        assert ("tail/down",) in [change.nodes for change in found.changes]
+
+
 def test_the_command_says_it_as_text_and_as_json(tmp_path: Any) -> None:
     for recipe in ("ddp", "tp"):
         planned(recipe).plan.save(tmp_path / f"{recipe}.json")

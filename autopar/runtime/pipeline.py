@@ -220,6 +220,8 @@ class PipelinedModule(ShardedModule):
         self._told.look()  # before anything is sent: ranks with parts of other sizes would wait for each other
         if self.MESH.places > 1:
             inputs = batch.as_sent(self.SAMPLE, self.INPUTS, inputs)
+        # before leaves are gathered, of which places have more or less: what is refused here is so on all ranks alike
+        parts = {name: self._cut(name, value) for name, value in zip(self.INPUTS, inputs, strict=True)}
         if torch.is_grad_enabled():
             check_trains(self._told.trains)
         for stage, sync in zip(self.stages, self._syncs, strict=True):
@@ -229,7 +231,6 @@ class PipelinedModule(ShardedModule):
         self._changed.clear()
         self._advance()
         sizes = self.sizes(*inputs)
-        parts = {name: self._cut(name, value) for name, value in zip(self.INPUTS, inputs, strict=True)}
         whole = self.totals(*inputs, **sizes)
         return sizes, [
             {**{name: part[k] for name, part in parts.items()}, **whole} for k in range(self.PIPELINE.microbatches)

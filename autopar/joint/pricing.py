@@ -160,18 +160,25 @@ class Pricing:
         price = partial(self.price, found.shape, exact=True, late=late)
         with suppress(InfeasibleError):
             best = price([found.table], found.level, models=found.chosen.models)
-        own = found.table, found.level, found.chosen.models
-        others = [
-            other
-            for other in self.laid.get(found.shape, [])
-            if (other.table, other.chosen.level, other.chosen.models) != own
-        ]
-        others += self._kept_otherwise(found, best)
-        glanced = Glance(found.step_s, found.table, found.ground, found.chosen)
-        for other in [glanced, *sorted(others, key=lambda way: way.step_s)[:OTHERS]]:
+        solved = best
+
+        def others() -> Iterator[Glance]:
+            yield Glance(found.step_s, found.table, found.ground, found.chosen)
+            if best is not None and late():
+                return
+            own = found.table, found.level, found.chosen.models
+            ways = [
+                other
+                for other in self.laid.get(found.shape, [])
+                if (other.table, other.chosen.level, other.chosen.models) != own
+            ]
+            ways += self._kept_otherwise(found, solved)
+            yield from sorted(ways, key=lambda way: way.step_s)[:OTHERS]
+
+        for number, other in enumerate(others()):
             if best is not None and (
                 best.step_s <= other.step_s * (1 + PRICE_TOLERANCE if other.table.stages == 1 else 1 - SHIFTED)
-                or (other is not glanced and late())
+                or (number and late())
             ):
                 break
             with suppress(InfeasibleError):

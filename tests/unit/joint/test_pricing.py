@@ -107,6 +107,29 @@ def test_once_time_is_up_the_first_that_fits_is_enough(late: bool, monkeypatch: 
     assert tried == [found.table.kind] if late else len({*tried}) > 1
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_where_the_exact_solution_does_not_fit_that_of_the_glance_is_next(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is worked out that memory may be filled with, where time is up."""
+    pricing, found = glanced()
+    pricing.context.timer = Timer(0.0 if late else math.inf)
+    asked: list[Found | None] = []
+
+    def full(*args: Any, **more: Any) -> Found:
+        raise InfeasibleError("too large")
+
+    def kept(found: Found, solved: Found | None) -> list[Any]:
+        asked.append(solved)
+        return []
+
+    monkeypatch.setattr(pricing, "price", full)
+    monkeypatch.setattr(pricing, "_kept_otherwise", kept)
+    exact = pricing.exact(found)
+    assert exact is not None and exact.table == found.table
+    assert asked == ([] if late else [None])
+
+
 @pytest.mark.parametrize(("late", "tried"), [(False, [5, 4, 3, 1]), (True, [5, 4])])
 def test_ways_behind_the_first_that_fits_wait_for_time(late: bool, tried: list[int]) -> None:
     """What does not fit is no answer, however late it is."""

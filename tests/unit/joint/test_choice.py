@@ -26,6 +26,7 @@ from autopar.joint.staging import Found
 from autopar.problem.remat import LEVELS
 from autopar.problem.settings import Settings
 from autopar.request import Request
+from autopar.timer import Timer
 from tests.helpers.verify import by_recipe, subject
 
 
@@ -157,7 +158,7 @@ def test_what_is_near_the_best_is_solved_where_only_that_may_be_faster_than_what
 ) -> None:
     """Others have 1.0. Of the best shape, 1.0 at a glance, 0.995 is proven, so that it gains nothing; a near one is 0.9
     when it is solved."""
-    context: Any = SimpleNamespace(request=SimpleNamespace(say=lambda text: None))
+    context: Any = SimpleNamespace(request=SimpleNamespace(say=lambda text: None), timer=Timer(math.inf))
     shapes = {"best": Shape(1, (8,), 2), "near": Shape(2, (4,), 2)}
     walk, said = Explorer(context, SEARCH, 1.0, math.inf), list[str]()
     found: Any = {
@@ -186,7 +187,7 @@ def test_gradients_are_scattered_more_often_in_the_two_fastest_plans(monkeypatch
     """Of four solved shapes of 1.0 to 1.3 s the second one gets to 0.6 s so."""
     tried: list[int] = []
     shapes = [Shape(1, (8 << index,), 2) for index in range(4)]
-    context: Any = None
+    context: Any = SimpleNamespace(timer=Timer(math.inf))
     walk = Explorer(context, SEARCH, math.inf, math.inf)
     found: Any = {
         shape: SimpleNamespace(
@@ -207,6 +208,15 @@ def test_gradients_are_scattered_more_often_in_the_two_fastest_plans(monkeypatch
     assert tried == [0, 1] and best is not None and best.step_s == 0.6
 
 
+def of_one_stage(shape: Shape, step_s: float) -> Any:
+    """A result of so many seconds."""
+    return SimpleNamespace(
+        shape=shape,
+        step_s=step_s,
+        table=SimpleNamespace(places=shape.places, stages=1, microbatches=shape.microbatches),
+    )
+
+
 @pytest.mark.parametrize(
     ("steps_s", "visited"),
     [
@@ -225,12 +235,12 @@ def test_more_places_are_not_begun_with_where_steps_get_longer_and_longer(
     context: Any = SimpleNamespace(
         request=SimpleNamespace(say=lambda text: None, cluster=SimpleNamespace(levels=[SimpleNamespace(size=8)])),
         batch=32,
-        timer=None,
+        timer=Timer(math.inf),
     )
     walk = Explorer(context, SEARCH, math.inf, math.inf)
     walk.floors = dict.fromkeys(shapes, 0.1)
     vars(walk)["pricing"] = SimpleNamespace(
-        proven={}, glance=lambda shape, *bounds_s: SimpleNamespace(shape=shape, step_s=took_s[shape])
+        proven={}, glance=lambda shape, *bounds_s: of_one_stage(shape, took_s[shape])
     )
     monkeypatch.setattr(explore, "FEW_SHAPES", 4)
     monkeypatch.setattr(explore, "neighbours", lambda shape, among: [])
@@ -244,12 +254,12 @@ def test_neighbours_of_the_best_are_visited_between_starts() -> None:
     context: Any = SimpleNamespace(
         request=SimpleNamespace(say=lambda text: None, cluster=SimpleNamespace(levels=[SimpleNamespace(size=8)])),
         batch=32,
-        timer=None,
+        timer=Timer(math.inf),
     )
     walk = Explorer(context, SEARCH, math.inf, math.inf)
     walk.floors = dict.fromkeys(shapes, 0.1)
     vars(walk)["pricing"] = SimpleNamespace(
-        proven={}, glance=lambda shape, *bounds_s: SimpleNamespace(shape=shape, step_s=1.0 + 0.001 * shape.places)
+        proven={}, glance=lambda shape, *bounds_s: of_one_stage(shape, 1.0 + 0.001 * shape.places)
     )
     walk.wider = {Shape(64, (1,), 64): 1.0}  # a walk inside of another one begins with starts, however few there are
     walk._walk(shapes)
@@ -261,11 +271,11 @@ def test_the_first_neighbour_that_is_faster_is_gone_on_with() -> None:
     line = [Shape(1, mesh, 4) for mesh in ((32,), (2, 16), (4, 8), (8, 4))]
     beside = [Shape(2, mesh, 4) for mesh in ((16,), (2, 8), (4, 4))]
     took_s = {**{shape: 1.0 - 0.1 * at for at, shape in enumerate(line)}, **dict.fromkeys(beside, 1.1)}
-    context: Any = SimpleNamespace(request=SimpleNamespace(say=lambda text: None), timer=None)
+    context: Any = SimpleNamespace(request=SimpleNamespace(say=lambda text: None), timer=Timer(math.inf))
     walk = Explorer(context, SEARCH, math.inf, math.inf)
     walk.floors = dict.fromkeys(took_s, 0.1)
     vars(walk)["pricing"] = SimpleNamespace(
-        proven={}, glance=lambda shape, *bounds_s: SimpleNamespace(shape=shape, step_s=took_s[shape])
+        proven={}, glance=lambda shape, *bounds_s: of_one_stage(shape, took_s[shape])
     )
     walk.visit(line[0], explore.NEAR)
     walk._climb([*took_s])

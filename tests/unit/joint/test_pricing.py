@@ -89,7 +89,9 @@ def test_nothing_else_is_laid_out_where_the_fastest_fits(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_once_time_is_up_the_first_that_fits_is_enough(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_once_time_is_up_the_exact_solution_and_that_of_the_glance_are_enough(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a pipeline of 128 stages each of the others takes seconds. That it comes out slower than at the glance is what
     makes them worth a try."""
     pricing, found = glanced()
@@ -104,7 +106,7 @@ def test_once_time_is_up_the_first_that_fits_is_enough(late: bool, monkeypatch: 
     monkeypatch.setattr(module, "lay", slower)
     exact = pricing.exact(found)
     assert exact is not None and timer.hurried == late
-    assert tried == [found.table.kind] if late else len({*tried}) > 1
+    assert tried == [found.table.kind] * 2 if late else len({*tried}) > 1
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -21,15 +21,14 @@ from autopar.joint.shapes import Shape
 from autopar.joint.spaces import Space, Used
 from autopar.joint.staging import Found, lay
 from autopar.joint.timetables import Kind, Timetable, timetable
-from autopar.joint.ways import Beaten, Overfull, even_s, fastest, leaving_room
+from autopar.joint.ways import Beaten, Glance, Overfull, even_s, fastest, leaving_room
 from autopar.named_strategies import FULL
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.problem.time_floor import least_wait
 from autopar.text import gibibytes
 
 TABLES = 3
-"""Timetables for which it is tried what blocks that run again may keep, those that are fastest when nothing is kept:
-each try costs a price, and the others seldom become the fastest."""
+"""Timetables for which it is tried what blocks that run again may keep, as each try costs a price: the fastest ones."""
 
 OTHERS = 4
 """Other results of the glance at a shape that are laid out as they run at most."""
@@ -40,16 +39,6 @@ glance that are slower by more are not laid out."""
 
 HIDDEN = 0.1
 """Relative: how much faster than its linear price says a pipeline may be as other work overlaps sums of gradients."""
-
-
-@dataclass(frozen=True, eq=False)
-class Glance:
-    """One result of a glance: choices under a timetable on some places, and the seconds of a step."""
-
-    step_s: float
-    table: Timetable
-    ground: Ground
-    chosen: Chosen
 
 
 @dataclass(eq=False)
@@ -236,7 +225,8 @@ class Pricing:
         priced = partial(self._priced, shape, level=level, exact=exact, each=each, spare_bytes=spare_bytes, late=late)
         best = priced(models or self.models(shape), tables, cutoff_s=cutoff_s, bounds=bounds)
         splitting = [table for table in tables if table.schedule.splits_backward]
-        if models is None and splitting and not best.chosen.separable and not late():
+        # at a glance, one choice was tried
+        if models is None and splitting and (exact or not best.chosen.separable) and not late():
             with suppress(InfeasibleError):
                 taken_apart = priced(
                     best.chosen.models.separable,
@@ -275,25 +265,35 @@ class Pricing:
             bounds.append(proven_s)
         if proven_s >= cutoff_s:
             raise Beaten(proven_s, full=chosen.counted_bytes >= FULL * self.context.mean_bytes(shape.places))
-        tried = [chosen]
-        # what only some work overlaps is overlapped by all passes in one Problem, and by none in the other
-        if (exact or alone) and chosen.sums_count(shape.microbatches) and not late():
-            tried.append(solve(exact=exact and alone, beside=not alone))
+        tried = [chosen]  # what only some work overlaps, all passes do in one Problem, and none in the other
+        if (exact or alone) and models.sums and not late():
+            start = None if alone else chosen.solution.choice
+            tried.append(solve(exact=exact and alone, start=start, beside=not alone))
         ways = itertools.product(sorted(tables, key=lambda t: t.length), self.context.grounds(shape), tried)
 
-        def laid(way: tuple[Timetable, Ground, Chosen]) -> Found:
-            if exact:
-                return self.laid_exactly(shape, *way)
-            made = self._estimated(shape, way[:2], way[2], shifts=True)
-            self.laid.setdefault(shape, []).append(Glance(made.step_s, *way))
-            return made
-
+        lay_out = self.laid_exactly if exact else self._glanced
         try:
-            return fastest(ways, laid, lambda way: even_s(*way), late)
+            best = fastest(ways, lambda way: lay_out(shape, *way), lambda way: even_s(*way), late)
         except InfeasibleError as error:
             if not exact or not error.missing_bytes:
                 raise
             raise self.overfull(shape, tried, error) from error
+        if exact and tried[1:] and not alone and not each and not late():
+            self._note_glances(best, tried[1])
+        return best
+
+    def _glanced(self, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen) -> Found:
+        """`chosen` laid out by estimates, and noted in `laid`."""
+        made = self._estimated(shape, (table, ground), chosen, shifts=True)
+        self.laid.setdefault(shape, []).append(Glance(made.step_s, table, ground, chosen))
+        return made
+
+    def _note_glances(self, found: Found, chosen: Chosen) -> None:
+        """Note `chosen` in `laid` under all timetables that may be faster: another one may hide its sums best."""
+        for way in itertools.product(self.tables(found.shape), self.context.grounds(found.shape)):
+            if even_s(*way, chosen) < found.step_s:
+                with suppress(InfeasibleError):
+                    self._glanced(found.shape, *way, chosen)
 
     def overfull(self, shape: Shape, tried: Sequence[Chosen], error: InfeasibleError) -> Overfull:
         """`error` of what runs of the solutions `tried`, with how much room others have to leave free."""

@@ -38,6 +38,11 @@ class Models:
         return (self,)
 
     @cached_property
+    def sums(self) -> bool:
+        """Whether any choice sums gradients once per step, beside other work."""
+        return any(net.group >= 0 for net in self.once.problem.nets)
+
+    @cached_property
     def separable(self) -> Models:
         """The same, of choices under which zero-bubble schedules can take the backward of every stage apart."""
         return Models(separable(self.micro), self.once, self.forward)
@@ -91,11 +96,6 @@ class Mixed(Models):
         return self._again[level]
 
 
-SUMS_COUNT = 0.02
-"""Relative to the work of a step: sums of gradients in pipelines for which layouts are also chosen as if nothing
-overlapped them."""
-
-
 @dataclass(eq=False)
 class Chosen:
     """The layouts of all places: `solution` of `model`, which is `models` combined for one timetable, with all blocks
@@ -132,16 +132,6 @@ class Chosen:
     def separable(self) -> bool:
         """Whether it is one of the choices of `Models.separable`."""
         return self.models.separable.micro.problem.price(self.solution.choice).feasible
-
-    def sums_count(self, microbatches: int) -> bool:
-        """Whether sums of gradients once per step take so long that what overlaps them counts; on one place they may
-        always."""
-        if not self.apart:
-            return any(net.group >= 0 for net in self.models.once.problem.nets)
-        return any(
-            sum(c.summed_s for c in pieces.costs) > SUMS_COUNT * sum(c.micro_s for c in pieces.costs) * microbatches
-            for pieces in self.pieces
-        )
 
     @cached_property
     def _updates(self) -> list[list[Update]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from autopar.bestfirst import PRICE_TOLERANCE
@@ -17,6 +18,16 @@ from autopar.text import seconds
 
 T = TypeVar("T")
 TRIES = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Glance:
+    """One result of a glance: choices under a timetable on some places, and the seconds of a step."""
+
+    step_s: float
+    table: Timetable
+    ground: Ground
+    chosen: Chosen
 
 
 class Beaten(InfeasibleError):

@@ -56,13 +56,13 @@ def test_the_next_best_of_the_glance_is_laid_out(monkeypatch: pytest.MonkeyPatch
     assert others, "the glance lays out more than one"
     tried: list[str] = []
 
-    def fits(*args: Any, whole: bool = False) -> Found:
+    def fits(*args: Any, whole: bool = False, shifts: bool = True) -> Found:
         table = args[3]
         if whole:
             tried.append(table.kind.schedule)
         if whole and table == found.table:
             raise InfeasibleError("a peak that no glance sees")
-        return lay(*args, whole=whole)
+        return lay(*args, whole=whole, shifts=shifts)
 
     monkeypatch.setattr(module, "lay", fits)
     exact = pricing.exact(found)
@@ -78,9 +78,10 @@ def test_nothing_else_is_laid_out_where_the_fastest_fits(monkeypatch: pytest.Mon
     pricing, found = glanced()
     tables = []
 
-    def seen(*args: Any, whole: bool = False) -> Found:
-        tables.append(args[3])
-        return lay(*args, whole=whole)
+    def seen(*args: Any, whole: bool = False, shifts: bool = True) -> Found:
+        if whole:
+            tables.append(args[3])
+        return lay(*args, whole=whole, shifts=shifts)
 
     monkeypatch.setattr(module, "lay", seen)
     exact = pricing.exact(found)
@@ -98,8 +99,8 @@ def test_once_time_is_up_the_exact_solution_and_that_of_the_glance_are_enough(
     pricing.context.timer = timer = Timer(0.0 if late else math.inf)
     tried: list[Kind] = []
 
-    def slower(*args: Any, whole: bool = False) -> Found:
-        made = lay(*args, whole=whole)
+    def slower(*args: Any, whole: bool = False, shifts: bool = True) -> Found:
+        made = lay(*args, whole=whole, shifts=shifts)
         tried.extend([made.table.kind] * whole)
         return replace(made, step_s=2 * made.step_s)
 
@@ -230,7 +231,9 @@ def test_zero_bubble_schedules_get_stages_that_can_be_taken_apart(
         assert taken_apart(separable) == {True}
         assert taken_apart(all_there_are) == {all_there_are.chosen.separable}
         assert pricing.price(shape, [table], "none", exact=True).step_s == min(all_there_are.step_s, separable.step_s)
-        wins.append(all_there_are.step_s / separable.step_s)
+        optimum = context.solve(pricing.models(shape), table, "none", exact=True, beside=False)
+        found = [pricing.laid_exactly(shape, table, ground, optimum) for ground in context.grounds(shape)]
+        wins.append(min(each.step_s for each in found) / separable.step_s)
     assert wins
     if cluster == "l4:2x4":
         assert max(wins) > 1.15
@@ -253,6 +256,20 @@ def test_a_glance_at_what_can_be_taken_apart_begins_at_the_choices_of_all() -> N
     assert not models.separable.micro.problem.price(start).feasible
     assert time_s(exact=False, start=start) == pytest.approx(time_s(exact=True))
     assert time_s(exact=False) > 1.5 * time_s(exact=True)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_sums_that_other_work_hides_are_looked_at_where_the_glance_avoids_them(microbatches: int) -> None:
+    """Cut weights have no sums, and were all that was tried then; the sums of whole ones hide well enough in a pipeline
+    of two microbatches to be 1.3 % faster, and of four under another timetable than that of the glance."""
+    context = SearchContext(graph(4), {"b": 8192}, Request(Cluster.parse("a100-80:4x1"), Settings("train")))
+    pricing, shape = Pricing(context, SEARCH), Shape(2, (2,), microbatches)
+    exact = pricing.exact(pricing.glance(shape, math.inf))
+    others = []
+    for table in pricing.tables(shape):
+        chosen = context.solve(pricing.models(shape), table, "none", exact=True)
+        others += [pricing.laid_exactly(shape, table, ground, chosen) for ground in context.grounds(shape)]
+    assert exact is not None and exact.step_s <= min(other.step_s for other in others) * (1 + 1e-4)
 
 
 def test_gradients_are_scattered_after_each_microbatch_where_that_saves_time() -> None:

@@ -10,6 +10,9 @@ TIME_LIMIT_S = 24.0
 """The default time limit of a search. With the capture before it and the emission after it, `compile` takes about half
 a minute."""
 
+GRACE = 0.1
+"""Share of the time limit by which what has begun may go on beyond it."""
+
 
 class Timer:
     """Runs from when it is made, for `limit_s` seconds."""
@@ -40,10 +43,11 @@ class Timer:
         """Whether time is up."""
         return self.left_s <= 0
 
-    def skips(self, until: float | None = None) -> bool:
+    def skips(self, until: float | None = None, *, begun: bool = False) -> bool:
         """Whether it is too late for something promising: time is up, or it is after `until` (time.monotonic). Sets
-        `hurried` where it is."""
-        late = self.late or (until is not None and time.monotonic() >= until)
+        `hurried` where it is. What has `begun` has GRACE."""
+        grace_s = GRACE * self.limit_s if begun else 0.0
+        late = self.left_s <= -grace_s or (until is not None and time.monotonic() >= until)
         self.hurried = self.hurried or late
         return late
 

@@ -142,10 +142,10 @@ class Pricing:
         Candidates are the exact solution, the glance's `found`, and as long as they promise as much as the best so far,
         or may once their cuts are shifted, other results of the glance and the same with other results kept. Where none
         of them fits, the fastest of solutions with more blocks run again, under another timetable, and of less room.
-        Once time is up, the first two of them are enough.
+        Once time is up, and its grace, the first two of them are enough.
         """
         best: Found | None = None
-        late = self.context.timer.skips
+        late = partial(self.context.timer.skips, begun=True)
         price = partial(self.price, found.shape, exact=True, late=late)
         with suppress(InfeasibleError):
             best = price([found.table], found.level, models=found.chosen.models)
@@ -197,7 +197,7 @@ class Pricing:
             *(way.chosen for way in self.laid.get(found.shape, ())),
         ]
         for chosen in {id(each.solution): each for each in reversed(seen)}.values():
-            if exact is not None and self.context.timer.skips():
+            if exact is not None and self.context.timer.skips(begun=True):
                 return
             yield from self._ways_with_other_results_kept(found.shape, chosen)
 

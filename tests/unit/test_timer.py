@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from autopar.timer import Timer
@@ -19,6 +20,15 @@ def test_a_timer_that_is_late_remembers_what_it_skipped() -> None:
     assert timer.late and not timer.hurried
     assert timer.skips() and timer.hurried
     assert timer.note.startswith("time was up (0 s) before")
+
+
+def test_what_has_begun_may_go_on_for_a_while() -> None:
+    timer = Timer(60.0)
+    timer.ends_at = time.monotonic() - 3.0
+    assert not timer.skips(begun=True) and not timer.hurried and timer.skips() and timer.hurried
+    timer.ends_at -= 4.0
+    assert timer.skips(begun=True)
+    assert not Timer(math.inf).skips(begun=True) and not Timer(math.inf).skips()
 
 
 def test_a_hurried_plan_says_so_once() -> None:

@@ -154,11 +154,13 @@ def _class(context: Context, gm: fx.GraphModule, scopes: Sequence[str], body: st
     runs = [context.program.runs[scope] for scope in scopes]
     path = first_path(namings(context.program, runs[0])[0]) or scopes[0]
     half = gm.get_submodule(scopes[0]).meta.get("half", "")  # type: ignore[union-attr,operator]
+    count = sum(run.count for run in runs)
+    instances = f"{count} instances" if count > 1 else "One instance"
     return "\n".join(
         [
             "",
             f"class {context.class_of(scopes[0])}(Block):",
-            f'{INDENT}"""{sum(run.count for run in runs)} instances of {inside(path)}{half}."""',
+            f'{INDENT}"""{instances} of {inside(path)}{half}."""',
             body,
         ]
     )

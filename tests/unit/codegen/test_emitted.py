@@ -22,6 +22,7 @@ from autopar.problem.read_graph import read
 from models import mlp
 from tests.helpers.blocks import Stack, batch, blocks
 from tests.helpers.captures import captured_once
+from tests.helpers.divided import divided
 from tests.helpers.verify import by_recipe, subject
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "mlp_tp.py.txt"
@@ -242,3 +243,15 @@ def test_no_block_has_a_name_that_the_file_uses_otherwise(name, monkeypatch):
         len({*found, *module.RESERVED, *module.USED_IN_SCOPES, *(f"Stage{i}" for i in range(4))})
         == len(found) + len({*module.RESERVED, *module.USED_IN_SCOPES}) + 4
     )
+
+
+def test_a_class_says_how_many_blocks_are_its_own() -> None:
+    who = divided("hf-llama")
+    plan = replace(by_recipe(who, (2,), "zero3"), parted=who.captured.parts)
+    classes = [
+        node
+        for node in ast.parse(emit(who.captured.gm, plan, Names.of(who.captured))).body
+        if type(node) is ast.ClassDef
+    ]
+    says = [text for node in classes if (text := ast.get_docstring(node)) and "nstance" in text]
+    assert len(says) == 3 and sum(text.startswith("One instance of ") for text in says) >= 2

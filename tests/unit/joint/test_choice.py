@@ -28,6 +28,7 @@ from autopar.problem.settings import Settings
 from autopar.request import Request
 from autopar.timer import Timer
 from tests.helpers.verify import by_recipe, subject
+from tests.helpers.walks import result
 
 
 class All(Explorer):
@@ -208,15 +209,6 @@ def test_gradients_are_scattered_more_often_in_the_two_fastest_plans(monkeypatch
     assert tried == [0, 1] and best is not None and best.step_s == 0.6
 
 
-def of_one_stage(shape: Shape, step_s: float) -> Any:
-    """A result of so many seconds."""
-    return SimpleNamespace(
-        shape=shape,
-        step_s=step_s,
-        table=SimpleNamespace(places=shape.places, stages=1, microbatches=shape.microbatches),
-    )
-
-
 @pytest.mark.parametrize(
     ("steps_s", "visited"),
     [
@@ -239,9 +231,7 @@ def test_more_places_are_not_begun_with_where_steps_get_longer_and_longer(
     )
     walk = Explorer(context, SEARCH, math.inf, math.inf)
     walk.floors = dict.fromkeys(shapes, 0.1)
-    vars(walk)["pricing"] = SimpleNamespace(
-        proven={}, glance=lambda shape, *bounds_s: of_one_stage(shape, took_s[shape])
-    )
+    vars(walk)["pricing"] = SimpleNamespace(proven={}, glance=lambda shape, *bounds_s: result(shape, took_s[shape]))
     monkeypatch.setattr(explore, "FEW_SHAPES", 4)
     monkeypatch.setattr(explore, "neighbours", lambda shape, among: [])
     walk._walk(shapes)
@@ -259,7 +249,7 @@ def test_neighbours_of_the_best_are_visited_between_starts() -> None:
     walk = Explorer(context, SEARCH, math.inf, math.inf)
     walk.floors = dict.fromkeys(shapes, 0.1)
     vars(walk)["pricing"] = SimpleNamespace(
-        proven={}, glance=lambda shape, *bounds_s: of_one_stage(shape, 1.0 + 0.001 * shape.places)
+        proven={}, glance=lambda shape, *bounds_s: result(shape, 1.0 + 0.001 * shape.places)
     )
     walk.wider = {Shape(64, (1,), 64): 1.0}  # a walk inside of another one begins with starts, however few there are
     walk._walk(shapes)
@@ -274,9 +264,7 @@ def test_the_first_neighbour_that_is_faster_is_gone_on_with() -> None:
     context: Any = SimpleNamespace(request=SimpleNamespace(say=lambda text: None), timer=Timer(math.inf))
     walk = Explorer(context, SEARCH, math.inf, math.inf)
     walk.floors = dict.fromkeys(took_s, 0.1)
-    vars(walk)["pricing"] = SimpleNamespace(
-        proven={}, glance=lambda shape, *bounds_s: of_one_stage(shape, took_s[shape])
-    )
+    vars(walk)["pricing"] = SimpleNamespace(proven={}, glance=lambda shape, *bounds_s: result(shape, took_s[shape]))
     walk.visit(line[0], explore.NEAR)
     walk._climb([*took_s])
     assert [*walk.found][:4] == line and len(walk.found) > 4

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from autopar.joint import explore, inside
 from autopar.joint.explore import Explorer
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
+from tests.helpers.walks import result
 
 INF = math.inf
 
@@ -70,9 +72,7 @@ def test_what_is_far_behind_is_not_solved_to_the_end(
     walk = Starts(steps_s)
     walk.known_s, walk.deadline = 10.0, time.monotonic() + left_s
     for shape in walk._shapes():
-        walk.found[shape] = SimpleNamespace(  # type: ignore[assignment]
-            step_s=walk.steps_s[shape], shape=shape, table=SimpleNamespace(places=1, stages=4, microbatches=1)
-        )
+        walk.found[shape] = result(shape, walk.steps_s[shape], stages=4)
         walk.pricing.proven[shape] = 1.0
     best, found = walk.found[next(iter(walk.steps_s))], []
     while best is not None and (rough := walk._next_to_solve(best)) is not None:
@@ -85,8 +85,8 @@ def test_what_is_far_behind_is_not_solved_to_the_end(
 def test_a_late_result_is_not_honed(deadline: float, honed: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its state alone takes seconds of a pipeline of many stages; the plan says that time was up."""
     monkeypatch.setattr(explore, "honed", lambda context, name, found, late: SimpleNamespace(step_s=2.0))
-    context, shape = SimpleNamespace(request=SimpleNamespace(say=lambda text: None)), Shape(2, (1,), 2)
-    walk = Explorer(context, SEARCH, INF, deadline)  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(request=SimpleNamespace(say=lambda text: None))
+    walk, shape = Explorer(context, SEARCH, INF, deadline), Shape(2, (1,), 2)
     walk.polished[shape] = None
-    made = walk._honed(SimpleNamespace(shape=shape, step_s=3.0, table=SimpleNamespace(stages=1)))  # type: ignore[arg-type]
+    made = walk._honed(result(shape, 3.0))
     assert made is not None and made.step_s == honed and walk.hurried == (deadline < 0)

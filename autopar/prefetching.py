@@ -1,5 +1,5 @@
 """How far ahead of their use gathers of weights begin (prefetching), counted in units (a block, or a weight outside of
-blocks), and gathers of leaves (runtime.leaves), counted in buckets.
+blocks), and gathers of leaves (runtime.leaves), counted in buckets and blocks.
 
 One rule, shared by what runs (runtime.prefetch), its simulation and its price (pipeline.chains), and its memory
 (memory.ahead).
@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from autopar.buckets import BUCKET_BYTES, SOON
 
 LEAVES_AHEAD = 2
-"""How many buckets of leaves are gathered before they are needed: while one is unpacked the next ones travel."""
+"""How many buckets of leaves at least are gathered before they are needed: while one is unpacked the next ones travel.
+A block waits for all of its own, so that while one computes, all of those of the next one travel."""
 
 
 def ends(nbytes: Sequence[float], at: int, legs: int, ahead_bytes: float = BUCKET_BYTES) -> tuple[int, ...]:
@@ -84,12 +85,17 @@ def timetable(plan: Sequence[Part], ahead_bytes: float) -> dict[int, tuple[int, 
     return found
 
 
-def due(legs: Sequence[int], begun: Sequence[int], done: int) -> list[int]:
-    """The buckets of leaves that begin their next collective, in this order, when `done` buckets are filled. `legs` are
-    the numbers of collectives that each takes, `begun` those that it has begun."""
+def due(legs: Sequence[int], until: Sequence[int], begun: Sequence[int], done: int) -> list[int]:
+    """The buckets of leaves that begin their next collective, in this order, when `done` buckets are filled.
+
+    `legs` are the numbers of collectives that each takes, `begun` those that it has begun; `until`, of each bucket, the
+    index behind the last one that its first reader waits for. The last collectives begin for all buckets of the next
+    reader, and for LEAVES_AHEAD of them at least; each of the others one reader earlier.
+    """
+    wanted, end = dict[int, int](), done
+    for behind in range(max(legs, default=0)):
+        begin = end
+        end = min(len(legs), max(begin + (1 if behind else LEAVES_AHEAD), until[begin])) if begin < len(legs) else begin
+        wanted |= {number: legs[number] - behind for number in range(begin, end)}
     deepest = max(legs, default=0)
-    wanted = {
-        number: legs[number] - max(0, number + 1 - done - LEAVES_AHEAD)
-        for number in range(done, min(len(legs), done + LEAVES_AHEAD + max(0, deepest - 1)))
-    }
     return [number for leg in range(deepest) for number, upto in wanted.items() if begun[number] <= leg < upto]

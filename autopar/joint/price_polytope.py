@@ -6,47 +6,42 @@ collectives, and by mesh axis a the background Q_a = A_a + B_a + L_a (gathers, o
 share of the compute units that one background collective takes. The seconds of the pass (problem.hiding.together_s) are
 at least the minimum of
 
-    S + c sum x_a + tail + sum late_a + sum slow_l
+    S + c sum x_a + tail + sum slow_l
 
 over non-negative variables: seconds of the background of a under compute (x_a) and under waits (y_a), after the work
-(tail), leaves that compute waits for (late_a), and by which waits are longer because background collectives share the
-links of level l (slow_l). They are subject to
+(tail), and by which waits are longer because background collectives share the links of level l (slow_l). They are
+subject to
 
-    1  x_a + y_a + tail + late_a >= Q_a              all of the background runs at some time
+    1  x_a + y_a + tail >= Q_a                       all of the background runs at some time
     2  x_a <= C + c sum x                            compute, slowed down, lasts so long
     3  y_a <= W + sum slow                           waits last so long; without slow_l of a's own level, as sharing a
                                                      link does not speed it up
     4  y_a <= u (1 - c) x_a + sum slow               if W <= u C: work is spread evenly, so that little runs under waits
                                                      alone
-    5  late_a >= L_a - H_a                           only H_a of the leaves can be prefetched, by each of the BOUNDS of
-                                                     problem.leaf_gathers (LATE and leaves_s); nothing runs beside the
-                                                     others
-    6  slow_l >= t (1 - c axes) (Q_a - y_a - tail - late_a) - u n (1 - c) (Q_a - K_a)
+    5  slow_l >= t (1 - c axes) (Q_a - y_a - tail) - u n (1 - c) (Q_a - K_a)
                                                      if W <= u C and t C <= F_l; F_l is the part of W, K_a that of Q_a,
                                                      which takes the links of level l (LINKS), and n axes do
 
 By duality that minimum is at least
 
-    S + sum over a of  p_a Q_a - e_a C - w_a W + sum of l_a (L_a - H_a)
-                       + k_a (t (1 - c axes) Q_a - u n (1 - c) (Q_a - K_a))
+    S + sum over a of  p_a Q_a - e_a C - w_a W + k_a (t (1 - c axes) Q_a - u n (1 - c) (Q_a - K_a))
 
-for all non-negative p (row 1), e (row 2), w (row 3), r (row 4), l (row 5), k (row 6) with, where v = t (1 - c axes),
+for all non-negative p (row 1), e (row 2), w (row 3), r (row 4), k (row 5) with, where v = t (1 - c axes),
 
     p_a + c sum e + u (1 - c) r_a <= c + e_a               of x_a
     p_a + v k_a <= w_a + r_a                               of y_a
     sum (p + v k) <= 1                                     of tail
-    p_a + v k_a + sum of l_a <= 1                          of late_a
     sum of k on level l + sum of (w + r) helped by it <= 1 of slow_l
 
 The gathers of one block in a backward after its forward may overlap the scope "" too: their price is the lower one of
 p_a in both. For solutions with t C <= W <= u C (`spans`), any m (t C - W) + n (W - u C) with m, n >= 0 may be added,
 and the same for F_l, as long as no quantity gets a negative price.
 
-Row 6: let a run for the share f of the work in the background, and use the share b of the link. Meanwhile the waits of
+Row 5: let a run for the share f of the work in the background, and use the share b of the link. Meanwhile the waits of
 level l and a want more than the link has, so that the waits last at least f (F + b W - W) = f F - f W (1 - b) longer.
 Here f F >= t C f >= t (1 - c axes) x_a, and f W (1 - b) <= u C f (1 - b) <= u n (1 - c) x_a (1 - b), where n bounds how
 much slower a is on a link that n axes share. With Q - K = (1 - b) Q instead of x_a (1 - b), which is no less, follows
-row 6.
+row 5.
 
 On devices whose cores both compute and communicate nothing overlaps, and all of Q is exposed.
 """
@@ -60,7 +55,7 @@ import numpy as np
 
 from autopar.joint.relaxed import ALL, Key, Relaxed
 from autopar.problem.pass_quantities import COMPUTE, SHOWN, WAITED
-from autopar.problem.pass_tables import BACKWARD, FORWARD, PassTables
+from autopar.problem.pass_tables import BACKWARD, PassTables
 from autopar.search.model import Linear
 
 
@@ -100,29 +95,15 @@ class Polytope:
         rows, columns, values = np.array(self._entries).reshape(-1, 3).T
         model.add_entries(rows.astype(int), columns.astype(int), values)
 
-    def _ahead_s(self, key: Key) -> np.ndarray | None:
-        """[BOUNDS, axes] seconds to subtract from LATE; None where the pass has no leaves."""
-        scope, way = key
-        most_s = self.passing.leaves_s.get(scope) if way == FORWARD else None
-        return most_s if most_s is not None and most_s.any() else None
-
     def _overlap(self, relaxed: Relaxed, key: Key, first: float) -> None:
-        """The dual variables e, w, r, l, k and their constraints. The share `first` of gathers may overlap what comes
+        """The dual variables e, w, r, k and their constraints. The share `first` of gathers may overlap what comes
         before the scope."""
-        axes, contention, ahead_s = self.axes, self.passing.model.prices.contention, self._ahead_s(key)
+        axes, contention = self.axes, self.passing.model.prices.contention
         most = relaxed.spans.get((key, ""), ALL)[1]
         even = math.isfinite(most)
         e = [self._column({COMPUTE: -1.0}) for _ in axes]
         w = [self._column({WAITED: -1.0}) for _ in axes]
         r = [self._column({}) for _ in axes if even]
-        late = [
-            [
-                self._column({self.passing.late_leaf(bound, a): 1.0, self.passing.width: -float(most_s[a])})
-                for bound, most_s in enumerate(ahead_s)
-            ]
-            for a in axes
-            if ahead_s is not None
-        ]
         beside = [
             relaxed.spans.get((key, level), ALL)[0] * (1.0 - min(0.99, contention * len(axes))) * bool(level and even)
             for level in self.passing.link
@@ -141,8 +122,6 @@ class Polytope:
                 contention,
             )
             self._row({p: 1.0, w[a]: -1.0, **({r[a]: -1.0} if even else {}), **slow}, 0.0)
-            if late:
-                self._row({p: 1.0, **dict.fromkeys(late[a], 1.0), **slow}, 1.0)
         self._row({**dict.fromkeys(self.p, 1.0), **{k[a]: beside[a] for a in k}}, 1.0)
         self._row(dict.fromkeys(e, 1.0), 1.0)
         for level in dict.fromkeys(self.passing.link):

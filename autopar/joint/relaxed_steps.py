@@ -64,10 +64,7 @@ def timed(
         for index, table_ in enumerate(passing.nodes)
     ]
     between = passing.between or frozenset()
-    net_s = [
-        weights.once * shown + weights.beside * beside
-        for shown, beside in zip(_once_s(passing, once), _once_s(passing, once, beside=True), strict=True)
-    ]
+    net_s = [weights.beside * beside_s for beside_s in _beside_s(passing, once)]
     return Relaxed(
         passing,
         _times(passing, weights.forward, weights.backward),
@@ -113,10 +110,9 @@ def of_scope(
         once_times * (not hosted) * models.once.updates_s[index] * (program.scope_of(cluster.scope) == scope)
         for index, cluster in enumerate(models.once.clusters)
     ]
-    shown_s, beside_s = _once_s(passing, models.once), _once_s(passing, models.once, beside=True)
     net_s = [
-        (once_times * shown + sums * beside) * (program.scope_of(link.cluster.scope) == scope)
-        for link, shown, beside in zip(passing.model.links, shown_s, beside_s, strict=True)
+        sums * beside_s * (program.scope_of(link.cluster.scope) == scope)
+        for link, beside_s in zip(passing.model.links, _beside_s(passing, models.once), strict=True)
     ]
     passes = {(scope, way): each for way, each in zip(PASSES, (forward, backward), strict=True)}
     return Relaxed(passing, passes, node_s, net_s, fixed_s=fixed_s)
@@ -129,11 +125,12 @@ def _times(passing: PassTables, forward: float, backward: float) -> dict[Key, fl
     }
 
 
-def _once_s(passing: PassTables, once: Model, *, beside: bool = False) -> list[np.ndarray]:
-    """For each net of `passing`, seconds once per step [rows, columns] that no backward overlaps, or with `beside`
-    those that one does: of weights with one reader; 0 for all others, and for further nets, which only count bytes."""
+def _beside_s(passing: PassTables, once: Model) -> list[np.ndarray]:
+    """For each net of `passing`, seconds [rows, columns] of sums of gradients once per step, of weights with one
+    reader; 0 for all others, and for further nets, which only count bytes. Gathers of leaves may cost nothing, where
+    other work overlaps them."""
     found = [
-        (net.hideable_s if beside else _finite(net.shown_s)) * (link.weight and not passing.shared[link.ref])
+        net.hideable_s * (link.weight and not passing.shared[link.ref])
         for link, net in zip(once.links, once.problem.nets, strict=True)
     ]
     return [*found, *(np.zeros(net.cost_s.shape) for net in passing.model.problem.nets[len(found) :])]

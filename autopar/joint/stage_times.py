@@ -41,7 +41,8 @@ class Laying:
 def all_times(here: Laying, plan: Plan, parts: Sequence[Sequence[Cost]], seen: Sequence[View]) -> list[StageTime]:
     """Seconds of each stage in one microbatch."""
     if here.table.stages == 1:
-        return [stage_time(parts[0], 0.0, split=False, training=here.context.request.settings.training)]
+        training = here.context.request.settings.training
+        return [stage_time(parts[0], 0.0, split=False, training=training, opens=True)]
     program = here.context.planner(here.shape.microbatches).program
     sent_s = [_send_s(program, plan, view.sends, link) for view, link in zip(seen, _hops(here), strict=False)]
     return [one_time(here, seen, stage, *each) for stage, each in enumerate(zip(parts, [*sent_s, 0.0], strict=True))]
@@ -52,11 +53,11 @@ def one_time(here: Laying, seen: Sequence[View], stage: int, part: Sequence[Cost
     table = here.table
     split = table.schedule.splits_backward and seen[stage].separable
     action_s = here.ground.places.device(table.at[stage]).action_s if table.places > 1 else 0.0
-    key = (*map(id, part), send_s, split, action_s)
+    key = (*map(id, part), send_s, split, not stage, action_s)
     if key not in here.timed:
         training = here.context.request.settings.training
-        # with its pieces, so that no other ones get their identities
-        here.timed[key] = part, stage_time(part, send_s, split=split, training=training, action_s=action_s)
+        time = stage_time(part, send_s, split=split, training=training, opens=not stage, action_s=action_s)
+        here.timed[key] = part, time  # with its pieces, so that no other ones get their identities
     return here.timed[key][1]
 
 

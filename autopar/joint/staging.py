@@ -354,8 +354,8 @@ def _done_s(made: _Cut, ends: Sequence[float], shared: Sequence[Shared]) -> list
             strict=True,
         )
     ]
-    leaves_s = _by_place(table, [sum(c.once_s - c.update_s for c in part) for part in parts])
-    summed = [end + own for end, own in zip(ends, leaves_s, strict=True)]
+    summed_s = _by_place(table, [sum(c.once_s - c.update_s for c in part) for part in parts])
+    summed = [end + own for end, own in zip(ends, summed_s, strict=True)]
     for each in shared:
         together = max(summed[place] for place in each.places) + each.seconds
         summed = [together if place in each.places else end for place, end in enumerate(summed)]

@@ -182,18 +182,20 @@ class Leaves:
 
     def __post_init__(self) -> None:
         self._legs = [sum(map(_moves, bucket.parts)) if bucket.behind else 0 for bucket in self.buckets]
+        self._last = {reader: index for index, bucket in enumerate(self.buckets) for reader in bucket.readers}
+        self._until = [self._last[next(iter(bucket.readers))] + 1 for bucket in self.buckets]
 
     def go_on(self) -> None:
         """Start the collectives that are due (prefetching.due)."""
         begun = [self.begun[i].begun if i in self.begun else 0 for i in range(len(self._legs))]
-        for number in due(self._legs, begun, self.done):
+        for number in due(self._legs, self._until, begun, self.done):
             if number not in self.begun:
                 self.begun[number] = Chain(self.rank, self.buckets[number].parts, "sync")
             self.begun[number].next()
 
     def fill(self, reader: Hashable) -> None:
         """Wait for the leaves of a reader, and for all that are gathered before them."""
-        self._fill(max((i for i, bucket in enumerate(self.buckets) if reader in bucket.readers), default=-1))
+        self._fill(self._last.get(reader, -1))
 
     def fill_all(self) -> None:
         """Wait for all leaves."""

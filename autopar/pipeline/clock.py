@@ -24,7 +24,7 @@ from autopar.buckets import leaf_buckets
 from autopar.pipeline.chains import LeafBucket
 from autopar.pipeline.pass_clock import OUTSIDE, Clock, Turn
 from autopar.pipeline.stops import AGAIN, AHEAD, BACK, Sent, Stop, Stops, Sum, in_one_bucket
-from autopar.pipeline.work import BACKWARD, Pass, least_s
+from autopar.pipeline.work import BACKWARD, FORWARD, Pass, least_s
 from autopar.problem.graph import Program
 
 MOST = 10
@@ -32,22 +32,28 @@ MOST = 10
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaf:
-    """A leaf that is gathered once per step, first read at position `reader` of the program. Leaves with equal `kinds`
-    of collectives share buckets. `ahead`: all its collectives are gathers, so that they begin early."""
+class Leaf:
+    """A leaf that is gathered once per step, first read by the operator `reader`, at position `at` of the program.
+    Leaves with equal `kinds` of collectives share buckets. `ahead`: all its collectives are gathers, so that they begin
+    early."""
 
     sent: Sent
     kinds: Hashable
-    reader: int
+    reader: str
+    at: int
     ahead: bool
 
 
-class Timeline:
-    """The collectives of a program by operator, and the seconds that program order adds to each pass."""
+_Read = tuple[Leaf, Hashable]
 
-    def __init__(self, program: Program) -> None:
-        self.program, self.stops = program, Stops(program)
-        self._leaves: dict[str, list[_Leaf]] = {}
+
+class Timeline:
+    """The collectives of a program by operator, and the seconds that program order adds to each pass. `gathers`:
+    forwards gather the leaves."""
+
+    def __init__(self, program: Program, *, gathers: bool) -> None:
+        self.program, self.stops, self.gathers = program, Stops(program), gathers
+        self._leaves: dict[str, list[Leaf]] = {}
 
     def blocks(self, scope: str) -> int:
         """How many blocks of `scope` run in a pass; 1 for what is outside of blocks."""
@@ -66,7 +72,12 @@ class Timeline:
         gathers, which begin early in buckets."""
         op = self.program.ops[reader]
         scope = "" if op.role == "port" else op.scope  # what is fed to blocks is read once, before them
-        self._leaves.setdefault(scope, []).append(_Leaf(sent, kinds, self.program.order[reader], ahead))
+        self._leaves.setdefault(scope, []).append(Leaf(sent, kinds, reader, self.program.order[reader], ahead))
+
+    def leaves(self, scope: str) -> list[Leaf]:
+        """The leaves of one block of `scope`, or of all that is outside of blocks (""), in the order in which they are
+        read."""
+        return sorted(self._leaves.get(scope, ()), key=lambda leaf: leaf.at)
 
     def more_s(
         self,
@@ -114,7 +125,7 @@ class Timeline:
         them."""
         walked = {scope: min(MOST, self.blocks(scope)) for scope in scopes if scope}
         turns = self._turns(walked, backward=backward)
-        clock = Clock(turns, contention, () if backward else self._buckets(walked))
+        clock = Clock(turns, contention, self._buckets(walked) if self.gathers and not backward else ())
         exposed_s = clock.run(gathers_first=gathers_first)
         begins = _begins(turns, exposed_s)
         return exposed_s[-1] + sum(
@@ -143,23 +154,25 @@ class Timeline:
         """The gathers of leaves as runtime.leaves fills buckets: in the order in which they are read, those outside of
         blocks first."""
         order = sorted(walked, key=lambda scope: self.program.order[self.program.runs[scope].ports[0]])
-        blocks: list[Hashable] = [OUTSIDE, *((scope, number) for scope in order for number in range(walked[scope]))]
-        by_reader = {scope: sorted(leaves, key=lambda leaf: leaf.reader) for scope, leaves in self._leaves.items()}
-        read = [
-            (leaf, block)
-            for block in blocks
-            for leaf in by_reader.get(block[0] if isinstance(block, tuple) else "", ())
-        ]
-        found = leaf_buckets(
-            read,
-            alike=lambda one: one[0].kinds if one[0].ahead else one,  # by itself where it is not gathered
-            reader=lambda one: one[1],
-            nbytes=lambda one: one[0].sent.nbytes,
-        )
-        return [_bucket(members) for members in found]
+        read: list[_Read] = [(leaf, OUTSIDE) for leaf in self.leaves("")]
+        for scope in order:
+            leaves = self.leaves(scope)
+            read += [(leaf, (scope, number)) for number in range(walked[scope]) for leaf in leaves]
+        return _in_buckets(read)
 
 
-def _bucket(members: Sequence[tuple[_Leaf, Hashable]]) -> LeafBucket:
+def _in_buckets(read: Sequence[_Read]) -> list[LeafBucket]:
+    """Leaves, each with the block that reads it first, in buckets as runtime.leaves fills them."""
+    found = leaf_buckets(
+        read,
+        alike=lambda one: one[0].kinds if one[0].ahead else one,  # by itself where it is not gathered
+        reader=lambda one: one[1],
+        nbytes=lambda one: one[0].sent.nbytes,
+    )
+    return [_bucket(members) for members in found]
+
+
+def _bucket(members: Sequence[tuple[Leaf, Hashable]]) -> LeafBucket:
     """Leaves, each with the block that reads it first, as one bucket."""
     return LeafBucket(
         in_one_bucket([leaf.sent for leaf, _ in members]),
@@ -185,18 +198,34 @@ def _each_s(begins: Mapping[Hashable, float], scope: Hashable, count: int) -> fl
 @dataclass(frozen=True, eq=False, slots=True)
 class Line:
     """The operators of a piece, or of one block, in the order of its `forward` and of its `backward`, where what runs
-    again of a block comes first."""
+    again of a block comes first; and the `leaves` that it reads."""
 
     forward: tuple[Stop, ...]
     backward: tuple[Stop, ...]
     block: bool
+    leaves: tuple[Leaf, ...] = ()
+
+
+def longer_s(lines: Sequence[tuple[Line, int]], contention: float, *, opens: bool) -> float:
+    """Seconds by which the first forward of such a stage takes longer, as the leaves of each block are gathered while
+    the block before it runs, without the copies around that. Those of its first block, and of what is outside of
+    blocks, have come before, while the place did something else; but a stage that `opens` the step waits for them."""
+    if not any(line.leaves for line, _ in lines):
+        return 0.0
+    gathering, without = (_waits_s(lines, FORWARD, contention, opens=way) for way in (opens, None))
+    return max(0.0, gathering - without)
 
 
 def waits_s(lines: Sequence[tuple[Line, int]], way: int, contention: float) -> float:
     """Exposed seconds of the pass `way` over a pipeline stage of these pieces in the order of its forward, each so many
     times in a row."""
+    return _waits_s(lines, way, contention, opens=None)
+
+
+def _waits_s(lines: Sequence[tuple[Line, int]], way: int, contention: float, *, opens: bool | None) -> float:
+    """`waits_s`, with gathers of leaves as in `longer_s` unless `opens` is None."""
     walked = tuple([(line, min(MOST, count) if line.block else count) for line, count in lines])
-    exposed_s, each_s = _walked_s(walked, way, contention)
+    exposed_s, each_s = _walked_s(walked, way, contention, opens)
     return exposed_s + sum(
         (count - few) * more_s
         for (_, count), (_, few), more_s in zip(lines, walked, each_s, strict=True)
@@ -205,8 +234,10 @@ def waits_s(lines: Sequence[tuple[Line, int]], way: int, contention: float) -> f
 
 
 @lru_cache(maxsize=1024)  # stages that differ only in how long their long runs are, and equal ones of further cuts
-def _walked_s(lines: tuple[tuple[Line, int], ...], way: int, contention: float) -> tuple[float, tuple[float, ...]]:
-    """`waits_s` of a stage all blocks of which are run through; and for each of its lines the exposed seconds of one
+def _walked_s(
+    lines: tuple[tuple[Line, int], ...], way: int, contention: float, opens: bool | None
+) -> tuple[float, tuple[float, ...]]:
+    """`_waits_s` of a stage all blocks of which are run through; and for each of its lines the exposed seconds of one
     block in the middle of MOST of them (0 of others)."""
     backward, turns = way == BACKWARD, list[Turn]()
     for index in reversed(range(len(lines))) if backward else range(len(lines)):
@@ -215,13 +246,26 @@ def _walked_s(lines: tuple[tuple[Line, int], ...], way: int, contention: float) 
         for number in range(count):
             turns += [Turn(stop, (index, number) if line.block else OUTSIDE) for stop in stops]
     turns = _without_repeats(turns)
-    exposed_s = Clock(turns, contention).run(gathers_first=False)
+    leaves = _gathered(lines, opens=opens) if opens is not None else ()
+    exposed_s = Clock(turns, contention, leaves).run(gathers_first=False)
     begins = _begins(turns, exposed_s)
     middle_s = [
         _each_s(begins, index, MOST) if line.block and count == MOST else 0.0
         for index, (line, count) in enumerate(lines)
     ]
     return exposed_s[-1], tuple(middle_s)
+
+
+def _gathered(lines: Sequence[tuple[Line, int]], *, opens: bool) -> list[LeafBucket]:
+    """The gathers of leaves beside the first forward of a stage."""
+    read: list[_Read] = [(leaf, OUTSIDE) for line, _ in lines if not line.block for leaf in line.leaves]
+    blocks = [
+        ((index, number), line) for index, (line, count) in enumerate(lines) if line.block for number in range(count)
+    ]
+    found = _in_buckets([*read, *((leaf, block) for block, line in blocks for leaf in line.leaves)])
+    before = {OUTSIDE, blocks[0][0] if blocks else OUTSIDE}
+    came = [number for number, bucket in enumerate(found, 1) if before & {*bucket.readers}]
+    return found if opens else found[max(came, default=0) :]
 
 
 def _without_repeats(turns: Sequence[Turn]) -> list[Turn]:

@@ -47,7 +47,7 @@ def costs(
     last microbatch.
     """
     did = Passes(program, micro, choice, forward, apart=apart, sums_at_end=True)
-    summed_s = {} if apart else _summed_s(did, forward)  # before gradients that add up make all backwards longer
+    longer_s = {} if apart else _longer_s(did, forward)  # before gradients that add up make all backwards longer
     held = {name: _Held() for name in did.did}
     for index in range(len(micro.problem.nodes)):
         _hold_node(held, did, once, index)
@@ -59,7 +59,7 @@ def costs(
     lines = {name: _line(did, name) for name in did.did if overlaps}
     each = {
         name: replace(
-            _per_instance(held[name], seconds[name], did.did[name], count.get(name, 1), contention, summed_s.get(name)),
+            _per_instance(held[name], seconds[name], did.did[name], count.get(name, 1), contention, longer_s.get(name)),
             block=overlaps and name in count,
             contention=contention,
             adds=(*held[name].adds.items(),) if apart else (),
@@ -109,12 +109,14 @@ def _line(did: Passes, name: str) -> Line:
     """The operators of a piece, or of one of its blocks, with their collectives."""
     stops, order = did.stops, did.program.order
     if name in did.program.runs:
-        return Line((*stops.of(name, AHEAD),), (*stops.of(name, AGAIN), *stops.of(name, BACK)), block=True)
+        backward = (*stops.of(name, AGAIN), *stops.of(name, BACK))
+        return Line((*stops.of(name, AHEAD),), backward, block=True, leaves=(*did.line.leaves(name),))
     ahead, back = (
         [stop for op, stop in sorted(stops.named("", way).items(), key=lambda at: order[at[0]]) if did.home[op] == name]
         for way in (AHEAD, BACK)
     )
-    return Line((*in_few(ahead),), (*in_few(back[::-1]),), block=False)
+    leaves = [leaf for leaf in did.line.leaves("") if did.home[leaf.reader] == name]
+    return Line((*in_few(ahead),), (*in_few(back[::-1]),), block=False, leaves=(*leaves,))
 
 
 def _work_s(did: Did, count: int) -> tuple[float, float]:
@@ -130,11 +132,15 @@ def _seconds(did: Passes) -> dict[str, list[float]]:
     return did.seconds(prices.contention, shared=prices.overlap == 0.0, at_once=False)
 
 
-def _summed_s(did: Passes, forward: ForwardPrices) -> dict[str, float]:
-    """By piece, the seconds by which the backward of the last microbatch takes longer than others, which `did` has: the
-    sums of gradients run beside it (runtime.gradsync.GradSync.summing)."""
-    last = _seconds(Passes(did.program, did.model, did.choice, forward, apart=False, sums_at_end=False))
-    return {name: max(0.0, last[name][BACKWARD] - own_s[BACKWARD]) for name, own_s in _seconds(did).items()}
+def _longer_s(did: Passes, forward: ForwardPrices) -> dict[str, tuple[float, float]]:
+    """By piece, the seconds by which the forward of the first microbatch takes longer than others, which `did` has, and
+    the backward of the last one: leaves are gathered beside that forward (runtime.leaves), gradients are summed beside
+    that backward (runtime.gradsync.GradSync.summing)."""
+    ends = _seconds(Passes(did.program, did.model, did.choice, forward, apart=False, sums_at_end=False))
+    return {
+        name: (max(0.0, ends[name][FORWARD] - own_s[FORWARD]), max(0.0, ends[name][BACKWARD] - own_s[BACKWARD]))
+        for name, own_s in _seconds(did).items()
+    }
 
 
 def _beside_s(did: Passes, name: str, contention: float) -> float:
@@ -166,12 +172,18 @@ def _overlapped(part: Pass, took_s: float) -> float:
 
 
 def _per_instance(
-    held: _Held, seconds: Sequence[float], did: Did, count: int, contention: float, summed_s: float | None
+    held: _Held,
+    seconds: Sequence[float],
+    did: Did,
+    count: int,
+    contention: float,
+    longer_s: tuple[float, float] | None,
 ) -> Cost:
     """The Cost of one of the `count` instances of a piece, without the fields that `costs` adds. `seconds`: of each
-    pass over all instances; `summed_s`: by which sums make the last backward longer (None: pieces are apart)."""
-    apart = summed_s is None
-    once_s = held.update_s + did.leaves_s(contention) + (summed_s or 0.0)
+    pass over all instances; `longer_s`: of `_longer_s` (None: pieces are apart)."""
+    apart = longer_s is None
+    leaves_s, summed_s = longer_s or (did.leaves.local_s if contention < 1.0 else did.leaves_s(contention), 0.0)
+    once_s = held.update_s + summed_s
     return Cost(
         (seconds[FORWARD] + seconds[BACKWARD]) / count,
         once_s / count,
@@ -184,6 +196,7 @@ def _per_instance(
         seconds[WEIGHTS] / count,
         seconds[BOTH] / count,
         update_s=held.update_s / count,
+        leaves_s=leaves_s / count,
         sums=merged(did.sums) if apart else (),
         summed_s=did.summed_s(contention) / count if apart else 0.0,
         copies_s=did.copies_s / count if apart else 0.0,

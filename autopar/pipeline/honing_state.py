@@ -24,9 +24,9 @@ from autopar.search.state import BYTES, FIXED, FORBIDDEN, SECONDS, State
 
 @dataclass(frozen=True, eq=False)
 class _Leaves:
-    """The leaves of a run of `count` blocks (problem.leaf_gathers.in_a_row). For each weight, in the order in which
-    buckets are filled: the node that decides its layout, and by its choice the bytes that are gathered once per step.
-    The share of them that is prefetched is kept in the totals at `row`."""
+    """The leaves of a run of `count` blocks (problem.leaf_gathers.in_a_row). For each weight the node that decides its
+    layout, and by its choice the bytes that are gathered once per step. The share of them that is prefetched is kept in
+    the totals at `row`."""
 
     nodes: Sequence[int]
     nbytes: Sequence[np.ndarray]
@@ -39,10 +39,7 @@ class _Leaves:
         each = [
             own if w == v else own[choice[w]] * (choice[w] >= 0) for w, own in zip(self.nodes, self.nbytes, strict=True)
         ]
-        ways, of = np.unique(
-            np.stack(np.broadcast_arrays(*each), -1).reshape(-1, len(each)), axis=0, return_inverse=True
-        )
-        return np.array([share_ahead(way.tolist(), self.count) for way in ways])[of.reshape(-1)]
+        return np.atleast_1d(share_ahead(np.asarray(sum(each)), self.count))
 
 
 class HoningState(State):

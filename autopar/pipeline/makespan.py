@@ -30,7 +30,8 @@ class Step(NamedTuple):
     """One action of one microbatch: its place, its stage, and its kind as an index of KINDS. `hop`: it sends its result
     between stages `hop` and `hop` + 1, in either direction (-1: nothing is sent). `here` and `sent`: positions in
     Flow.steps of the actions on its own place that it waits for, and of those on other places whose results have to
-    arrive. `last`: it completes the gradients of its stage; `beside`: sums of another stage of its place have begun."""
+    arrive. `first`: it is the first forward of its stage; `last`: it completes the gradients of its stage; `beside`:
+    sums of another stage of its place have begun."""
 
     place: int
     stage: int
@@ -38,6 +39,7 @@ class Step(NamedTuple):
     hop: int
     here: tuple[int, ...]
     sent: tuple[int, ...]
+    first: bool = False
     last: bool = False
     beside: bool = False
 
@@ -56,7 +58,7 @@ class Flow:
         the order is a deadlock."""
         waits = _Waits(lines, places)
         steps: list[Step] = []
-        at = [0] * len(lines)
+        at, begun = [0] * len(lines), set[int]()
         moved = True
         while moved:
             moved = False
@@ -68,7 +70,9 @@ class Flow:
                     if needs is None:
                         break
                     waits.done(kind, stage, micro, len(steps))
-                    steps.append(Step(place, stage, kind, waits.hop(kind, stage), *needs))
+                    first = kind == FORWARD and stage not in begun
+                    begun.add(stage)
+                    steps.append(Step(place, stage, kind, waits.hop(kind, stage), *needs, first))
                     at[place] += 1
                     moved = True
         if len(steps) < sum(map(len, lines)):
@@ -77,8 +81,8 @@ class Flow:
                 f"{[line[i] for line, i in zip(lines, at, strict=True) if i < len(line)]}"
             )
         completing = {step.stage: index for index, step in enumerate(steps) if step.kind in (WHOLE, WEIGHTS)}
-        begun = [min(index for index in completing.values() if steps[index].place == p) for p in range(len(lines))]
-        later = {index for index, step in enumerate(steps) if index > begun[step.place]}
+        summed = [min(index for index in completing.values() if steps[index].place == p) for p in range(len(lines))]
+        later = {index for index, step in enumerate(steps) if index > summed[step.place]}
         for index in {*completing.values(), *later}:
             steps[index] = steps[index]._replace(last=index in completing.values(), beside=index in later)
         return Flow(len(lines), steps)
@@ -91,7 +95,7 @@ class Flow:
         contention = max(time.summing.contention for time in times)
         done: list[float] = []
         arrived: list[float] = []
-        for place, stage, kind, hop, here, sent, last, beside in self.steps:
+        for place, stage, kind, hop, here, sent, first, last, beside in self.steps:
             end = clock[place]
             for index in here:
                 if done[index] > end:
@@ -101,7 +105,7 @@ class Flow:
                     end = arrived[index]
             if beside and summed[place] > end:
                 end += slower_s(took[stage][kind], summed[place] - end, contention)
-            clock[place] = end = end + took[stage][kind]
+            clock[place] = end = end + took[stage][kind] + (times[stage].leaves_s if first else 0.0)
             if last:
                 own = times[stage].summing
                 left_s = own.left_s if kind == WHOLE and not stage else own.whole_s
@@ -121,13 +125,13 @@ class Flow:
 
     def _ends_all_s(self, times_s: np.ndarray) -> np.ndarray:
         """[places, sets]: `ends_all_s` of so few sets that the arrays stay in the cache."""
-        took_s, (send_s, whole_s, left_s, late_s, shares) = times_s[: len(KINDS)], times_s[len(KINDS) :]
+        took_s, (send_s, whole_s, left_s, late_s, shares, leaves_s) = times_s[: len(KINDS)], times_s[len(KINDS) :]
         contention = float(shares.max(initial=0.0))
         clock, free, summed, late = ([np.zeros(times_s.shape[2])] * self.places for _ in range(4))
         sends = (send_s.max(axis=1, initial=0.0) > 0.0).tolist()
         done: list[np.ndarray] = []
         arrived: list[np.ndarray] = []
-        for place, stage, kind, hop, here, sent, last, beside in self.steps:
+        for place, stage, kind, hop, here, sent, first, last, beside in self.steps:
             end = clock[place]
             for index in here:
                 end = np.maximum(end, done[index])
@@ -135,7 +139,7 @@ class Flow:
                 end = np.maximum(end, arrived[index])
             if beside and contention:
                 end = end + slower_all_s(took_s[kind, stage], summed[place] - end, contention)
-            clock[place] = end = end + took_s[kind, stage]
+            clock[place] = end = end + took_s[kind, stage] + (leaves_s[stage] if first else 0.0)
             if last:
                 after_s = left_s[stage] if kind == WHOLE and not stage else whole_s[stage]
                 clock[place] = end = end + contention * (whole_s[stage] - after_s)
@@ -149,10 +153,10 @@ class Flow:
 
 
 def numbers(time: StageTime) -> tuple[float, ...]:
-    """The times of a stage as a row of `Flow.ends_all_s`: of actions by kind, of a send, and of sums."""
+    """The times of a stage as a row of `Flow.ends_all_s`: of actions by kind, of a send, of sums, and of leaves."""
     sums = time.summing
     each_s = (time.of(kind) for kind in KINDS)
-    return (*each_s, time.send_s, sums.whole_s, sums.left_s, sums.late_s, sums.contention)
+    return (*each_s, time.send_s, sums.whole_s, sums.left_s, sums.late_s, sums.contention, time.leaves_s)
 
 
 _Needs = tuple[tuple[int, ...], tuple[int, ...]]

@@ -127,7 +127,8 @@ def actions_of(line: Sequence[Any]) -> list[Action]:
 class StageTime:
     """Seconds of one microbatch in one stage: of its forward; of the backward's parts for inputs and for weights
     (`weights_s` is 0 where the backward is not split); of sending its result; and of both parts at once (0: their
-    sum). `summing`: its sums of gradients, once per step."""
+    sum). `summing`: its sums of gradients, once per step. `leaves_s`: by which its first forward takes longer, as
+    leaves are gathered beside it."""
 
     forward_s: float
     inputs_s: float
@@ -135,6 +136,7 @@ class StageTime:
     send_s: float = 0.0
     both_s: float = 0.0
     summing: Summing = NOTHING
+    leaves_s: float = 0.0
 
     def of(self, kind: str) -> float:
         """Seconds of an action of this kind."""

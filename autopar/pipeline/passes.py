@@ -74,7 +74,7 @@ class Passes(OpPasses):
         apart: bool,
         sums_at_end: bool,
     ) -> None:
-        super().__init__(program, model, choice, forward, apart=apart)
+        super().__init__(program, model, choice, forward, apart=apart, gathers=not sums_at_end)
         self.sums_at_end = sums_at_end
         self._summed: dict[tuple[str, int], None] = {}  # weights whose sum is counted already
         self.buckets = WeightBuckets(program, model, choice)
@@ -308,25 +308,25 @@ class Passes(OpPasses):
         else:
             did.summed.add(sums, link.count)
         if made.value != made.back:
-            self._add_leaf(link, made, did)
+            self._add_leaf(link, made, did, read.name)
 
-    def _add_leaf(self, link: Link, made: LayoutPair, did: Did) -> None:
-        """Add the gather of a weight's leaf, once per step: in the forward, of which the first buckets are prefetched,
-        or at the end of the step before."""
+    def _add_leaf(self, link: Link, made: LayoutPair, did: Did, piece: str) -> None:
+        """Add the gather of a weight's leaf for a piece, once per step: in the forward, or in the first one of
+        several."""
         gathered = self._leaf_loads(link, made)
-        if self.sums_at_end:
-            did.leaves.add(gathered, link.count)
-            return
         local, moving = split(gathered)
         kinds = self.prices.routes.kinds(made.back, made.value)
         gathers = all(kind == "all_gather" for kind, _ in kinds)  # else each is moved by itself, where it is needed
-        ahead = self.buckets.share_ahead.get(link.cluster.scope, 0.0) if gathers else 0.0
         self.line.add_leaf(
-            self._first_reader(link, self.home[link.readers[0][0].name]),
+            self._first_reader(link, piece),
             Sent(gathered, self.buckets.leaf_bytes(link, made), (), self._axes(moving)),
             kinds,
             ahead=gathers,
         )
+        if self.sums_at_end:
+            did.leaves.add(gathered, link.count)
+            return
+        ahead = self.buckets.share_ahead.get(link.cluster.scope, 0.0) if gathers else 0.0
         did.passes[FORWARD].wait(local, link.count)
         did.passes[FORWARD].after.add(moving, link.count * (1 - ahead))
         did.passes[FORWARD].ahead.add(moving, link.count * ahead)

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.pipeline.clock import Line, waits_s
+from autopar.pipeline.clock import Line, longer_s, waits_s
 from autopar.pipeline.memory_shares import Need
 from autopar.pipeline.once_per_step import Sums, each_s
 from autopar.pipeline.orders import Flying, StageTime
@@ -24,7 +24,9 @@ class Cost:
     micro_s, forward_s      one microbatch, forward and backward; its forward alone
     inputs_s, weights_s     the two parts of a backward that is split (gradients of inputs, gradients of weights)
     both_s                  the backward under such a schedule where the two parts run at once
-    once_s, update_s        once per step; the part of it that is the optimizer's
+    once_s, update_s        once per step, after all actions; the part of it that is the optimizer's
+    leaves_s                by which its first forward takes longer as leaves are gathered; of those in its `line` only
+                            what copies take
     kept_bytes              kept per microbatch in flight
     halfway_bytes           more, per microbatch between the two parts of a split backward (gradients that wait for
                             the second part)
@@ -55,6 +57,7 @@ class Cost:
     both_s: float = 0.0
     block: bool = False
     update_s: float = 0.0
+    leaves_s: float = 0.0
     sums: tuple[Sums, ...] = ()
     summed_s: float = 0.0
     copies_s: float = 0.0
@@ -81,9 +84,11 @@ def held_bytes(part: Sequence[Cost], flying: Flying) -> float:
     return sum(c.rest_bytes + flying.kept * c.kept_bytes + flying.halfway * c.halfway_bytes for c in part)
 
 
-def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bool, action_s: float = 0.0) -> StageTime:
+def stage_time(
+    part: Sequence[Cost], send_s: float, *, split: bool, training: bool, opens: bool = False, action_s: float = 0.0
+) -> StageTime:
     """The times of a stage of these pieces, with `action_s` added to each action; `split`: the schedule splits its
-    backward in two."""
+    backward in two; `opens`: nothing computes before it."""
     in_order, twice_s = all(c.line for c in part), _added_twice_s(part)
     forward_s = _in_order_s(part, 0) if in_order else sum(c.forward_s for c in part)
     if split and training:
@@ -98,6 +103,7 @@ def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bo
             send_s,
             both_s + action_s,
             _summing(part, both_s),
+            _leaves_s(part, opens=opens),
         )
     if in_order:
         back_s = _in_order_s(part, 1) - twice_s if training else 0.0
@@ -107,7 +113,24 @@ def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bo
         back_s = max(0.0, seconds - forward_s) if training else 0.0
         forward_s = seconds - back_s
     summing = _summing(part, back_s) if training else NOTHING
-    return StageTime(forward_s + action_s, back_s + action_s, 0.0, send_s, summing=summing)
+    leaves_s = _leaves_s(part, opens=opens)
+    return StageTime(forward_s + action_s, back_s + action_s, 0.0, send_s, summing=summing, leaves_s=leaves_s)
+
+
+def _leaves_s(part: Sequence[Cost], *, opens: bool) -> float:
+    """Seconds by which the first forward of a stage takes longer, as leaves are gathered beside it; `opens` as in
+    pipeline.clock.longer_s."""
+    if not all(c.line for c in part):
+        return sum(c.leaves_s for c in part)
+    first = next((index for index, c in enumerate(part) if c.block), -1)
+    copies_s = sum(c.leaves_s for index, c in enumerate(part) if opens or (c.block and index != first))
+    return copies_s + longer_s(_in_a_row(part), part[0].contention, opens=opens)
+
+
+def _in_a_row(part: Sequence[Cost]) -> tuple[tuple[Line, int], ...]:
+    """The lines of the pieces of a stage, each with how many times it follows itself."""
+    rows = [(line, len(list(same))) for line, same in itertools.groupby(c.line for c in part)]
+    return tuple([(line, count) for line, count in rows if line is not None])
 
 
 def _summing(part: Sequence[Cost], backward_s: float) -> Summing:
@@ -130,8 +153,7 @@ def _in_order_s(part: Sequence[Cost], way: int) -> float:
     """Seconds of a pass over a stage in program order; no less than with the collectives of each run of blocks
     overlapped by all compute of the run, and all others hidden, so that bounds hold (problem.pass_tables)."""
     least_s = sum((c.micro_s - c.forward_s if way else c.forward_s) if c.block else c.work_s[way] for c in part)
-    rows = [(line, len(list(same))) for line, same in itertools.groupby(c.line for c in part) if line is not None]
-    return max(least_s, sum(c.work_s[way] for c in part) + waits_s((*rows,), way, part[0].contention))
+    return max(least_s, sum(c.work_s[way] for c in part) + waits_s(_in_a_row(part), way, part[0].contention))
 
 
 def _each_s(part: Sequence[Cost], took_s: Sequence[float], way: int) -> float:

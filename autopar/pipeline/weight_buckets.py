@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+import numpy as np
+
 from autopar.layout import Layout, fraction
 from autopar.problem.build import Model
 from autopar.problem.graph import Program
@@ -49,15 +51,17 @@ class WeightBuckets:
 
     @cached_property
     def share_ahead(self) -> Mapping[str, float]:
-        """By scope of blocks: of the leaves gathered once per step, the share of bytes whose buckets are gathered
-        before their block begins (problem.leaf_gathers). Leaves that operators outside of blocks read are waited for
-        before the first of these runs."""
-        leaves: dict[str, list[float]] = {}
+        """By scope of blocks: of the leaves gathered once per step, the share that is gathered before their block
+        begins (problem.leaf_gathers). Leaves that operators outside of blocks read are waited for before the first of
+        these runs."""
+        leaves: dict[str, float] = {}
         for link in self._weights:
             made, scope = self._made(link), link.cluster.scope
             if scope and made.value != made.back:
-                leaves.setdefault(scope, []).append(self.leaf_bytes(link, made))
-        return {scope: share_ahead(each, in_a_row(self.program, scope)) for scope, each in leaves.items()}
+                leaves[scope] = leaves.get(scope, 0.0) + self.leaf_bytes(link, made)
+        return {
+            scope: float(share_ahead(np.array(each), in_a_row(self.program, scope))) for scope, each in leaves.items()
+        }
 
     @cached_property
     def _asked(self) -> Mapping[tuple[str, int], list[LayoutPair]]:

@@ -324,15 +324,6 @@ class Program:
         trained parameters if they are fewer."""
         return min(BUCKET_BYTES, sum(self.bytes_of((op.name, 0)) * op.count for op in self._trained))
 
-    @cached_property
-    def weights_bytes(self) -> dict[str, float]:
-        """By scope, bytes of all parameters of one block; under "" of those outside of blocks."""
-        found: dict[str, float] = {}
-        for op in self.ops.values():
-            if op.role == "param":
-                found[op.scope] = found.get(op.scope, 0.0) + self.bytes_of((op.name, 0))
-        return found
-
     def op_of(self, node: fx.Node, scope: str) -> Op | None:
         """The Op of a node of `scope`; None for sizes, items of tuples, runs of blocks and the output."""
         if node.op in ("call_module", "output") or node.target is operator.getitem or not facts.tensors(node):

@@ -241,7 +241,6 @@ def shown(link: Link, prices: Prices, cost_s: np.ndarray, times: np.ndarray) -> 
     weight = MovedWeight(
         link.size_bytes,
         prices.gradient_bytes(link.program.ops[link.ref[0]], link.size_bytes),
-        link.program.weights_bytes.get(link.readers[0][0].scope, 0.0),
         link.last_share,
         link.ahead,
     )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import numpy as np
 
 from autopar.problem.build import Model
-from autopar.problem.leaf_gathers import BOUNDS
 
 SHOWN, COMPUTE, WAITED, INPUTS = range(4)
 PLAIN = 4
@@ -27,7 +26,7 @@ class Quantities:
     @property
     def width(self) -> int:
         """The number of quantities of a table."""
-        return PLAIN + 4 * self.axes + (2 + BOUNDS) * self.axes * self.linked
+        return PLAIN + 4 * self.axes + 2 * self.axes * self.linked
 
     def ahead(self, axis: int) -> int:
         """The index of AHEAD for an axis."""
@@ -53,10 +52,6 @@ class Quantities:
     def links_behind(self, axis: int) -> int:
         """The index of LINKS for an axis: background collectives."""
         return self.links_waited(axis) + self.axes
-
-    def late_leaf(self, bound: int, axis: int) -> int:
-        """The index of LATE for an axis, by one of the bounds of problem.leaf_gathers."""
-        return self.links_behind(axis) + (1 + bound) * self.axes
 
     def background_s(self, quantities: np.ndarray) -> float:
         """Seconds of all background collectives in one pass, LEAF included, whether or not they are exposed."""

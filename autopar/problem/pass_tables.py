@@ -18,15 +18,13 @@ and for each mesh axis:
     WAITS     the part of WAITED on this axis
     LINKS     (only if `linked`) the seconds in WAITED, and those in the background, each times the share of the axis's
               link that the collective takes
-    LATE      (only if `linked`) the part of LEAF that is not prefetched, by each of the BOUNDS of problem.leaf_gathers;
-              `leaves_s` is to be subtracted
 
 For a solution, the entries of its choices add up to at most what pipeline.passes finds. They add up to less where
 
     * sums of gradients overlap: tables assume buckets as if all weights were in the same ones;
     * a weight has several readers: its gradients are left out, as what they share depends on all of their choices. So
       are the additions of its gradients to those of earlier microbatches, if readers are in several scopes;
-    * leaves are not prefetched: LEAF alone assumes that all are.
+    * leaves are not prefetched: LEAF assumes that those of the first block are, too.
 """
 
 from __future__ import annotations
@@ -45,7 +43,6 @@ from autopar.problem.cluster_members import Member, Way
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Program, Ref
 from autopar.problem.layout_pairs import Between
-from autopar.problem.leaf_gathers import Leaves, in_a_row
 from autopar.problem.net_seconds import NetSeconds, add_to, over
 from autopar.problem.nets import Link
 from autopar.problem.pass_quantities import COMPUTE, INPUTS, PLAIN, SHOWN, WAITED, Quantities
@@ -80,7 +77,7 @@ class PassTables(Quantities):
                    a pipeline (None: no pieces have). Such nets cost nothing here, but for those that are `carried`.
                    Background collectives outside of blocks cost nothing either, because compute of another piece on
                    the same place may overlap them
-    linked         whether the tables have LINKS and LATE, for bounds
+    linked         whether the tables have LINKS, for bounds
     """
 
     model: Model
@@ -127,9 +124,7 @@ class PassTables(Quantities):
     @cached_property
     def nets(self) -> list[Table]:
         """The table of each net."""
-        found = self._made
-        if self.linked and not self.sums_at_end:
-            self._fill_late()
+        found = [self._net(link, net) for link, net in zip(self.model.links, self.model.problem.nets, strict=True)]
         for index, table in enumerate(found if self.between is not None else ()):
             if index in self.carried:
                 continue
@@ -138,7 +133,7 @@ class PassTables(Quantities):
             elif not table.scope:
                 table.each[..., PLAIN : self.waits(0)] = 0.0
                 if self.linked:
-                    table.each[..., self.links_behind(0) : self.late_leaf(0, 0)] = 0.0
+                    table.each[..., self.links_behind(0) :] = 0.0
         return found
 
     @cached_property
@@ -149,11 +144,6 @@ class PassTables(Quantities):
             for index, link in enumerate(self.model.links)
             if link.kind == "carry" and index in (self.between or ())
         }
-
-    @cached_property
-    def _made(self) -> list[Table]:
-        """The table of each net without `between` and LATE, which `nets` fills in."""
-        return [self._net(link, net) for link, net in zip(self.model.links, self.model.problem.nets, strict=True)]
 
     def _node(self, cluster: Cluster, members: Sequence[Member], node: Node, update_s: np.ndarray) -> Table:
         """The table of a node. `update_s` [choices] is the part of its cost that is the optimizer's step."""
@@ -268,33 +258,6 @@ class PassTables(Quantities):
             [link.size_bytes * fraction(made.value, sizes) * (made.value != made.back) for made in link.rows]
         )
 
-    @property
-    def leaves_s(self) -> Mapping[str, np.ndarray]:
-        """By scope of blocks that have leaves, [BOUNDS, axes] seconds to subtract from the sum of all LATE entries of
-        that scope: the rest is a lower bound of what is not prefetched."""
-        return {scope: leaves.most_s for scope, leaves in self._leaves.items()}
-
-    @cached_property
-    def _leaves(self) -> Mapping[str, Leaves]:
-        """The leaves of each scope of blocks in which any choice gathers some once per step."""
-        found = {}
-        for scope, own in self.of_blocks.items():
-            seconds = [self._made[index].each[FORWARD, ..., self.leaf(0) : self.leaf(0) + self.axes] for index in own]
-            if any(each.any() for each in seconds):
-                found[scope] = Leaves(
-                    [self.gathered(self.model.links[index]) for index in own],
-                    seconds,
-                    [self._packs(self.model.links[index]) for index in own],
-                    in_a_row(self.program, scope),
-                )
-        return found
-
-    def _packs(self, link: Link) -> np.ndarray:
-        """bool [rows, columns]: whether the leaf of a weight may be gathered in a bucket with others."""
-        routes = self.model.prices.routes
-        found = routes.packs(routes.between(link.rows, link.columns).leaf)
-        return np.broadcast_to(found, (len(link.rows), len(link.columns)))
-
     @cached_property
     def of_blocks(self) -> Mapping[str, list[int]]:
         """By scope of blocks, the first net of each of its weights, in the order in which buckets are filled."""
@@ -302,16 +265,6 @@ class PassTables(Quantities):
             scope: [index for index in self.model.weights.values() if self.model.links[index].cluster.scope == scope]
             for scope in self.program.runs
         }
-
-    def _fill_late(self) -> None:
-        """Fill in LATE, which stays 0 for weights with several readers."""
-        for scope, leaves in self._leaves.items():
-            for number, index in enumerate(self.of_blocks[scope]):
-                if not self.shared[self.model.links[index].ref]:
-                    late_s = np.moveaxis(leaves.late_s(number), 0, -2)
-                    self._made[index].each[FORWARD, ..., self.late_leaf(0, 0) :] = late_s.reshape(
-                        *late_s.shape[:-2], -1
-                    )
 
     @cached_property
     def shared(self) -> Mapping[Ref, bool]:
@@ -374,7 +327,7 @@ class PassTables(Quantities):
             len(each), -1
         )
         if self.linked:
-            each[:, self.links_behind(0) : self.late_leaf(0, 0)] = moved.linked_s[:, 0] - last * moved.linked_s[:, 1]
+            each[:, self.links_behind(0) :] = moved.linked_s[:, 0] - last * moved.linked_s[:, 1]
         add_to(found, each, moved.at, times)
 
     def _add_buckets(
@@ -392,7 +345,7 @@ class PassTables(Quantities):
             exposed[:, SHOWN] = moving_s.sum(1)
             background[:, first : first + self.axes] = moving_s
             if self.linked:
-                background[:, self.links_behind(0) : self.late_leaf(0, 0)] = linked_s
+                background[:, self.links_behind(0) :] = linked_s
             add_to(found, exposed, moved.at, times * (1.0 - share))
             add_to(found, background, moved.at, times * share)
         copies = np.zeros((len(moved.each), self.width))

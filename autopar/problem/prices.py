@@ -26,7 +26,6 @@ from autopar.cost.comm import collective_s
 from autopar.cost.memory import ParameterBytes, itemsize, parameter_bytes, rests_in, scales_loss
 from autopar.layout import Layout, fraction, most_elements
 from autopar.optimizers import OPTIMIZERS
-from autopar.prefetching import LEAVES_AHEAD
 from autopar.problem.at_rest import Resting
 from autopar.problem.graph import Op
 from autopar.problem.kernels import Kernels
@@ -46,12 +45,11 @@ OVERLAP = 0.8
 
 @dataclass(frozen=True, slots=True)
 class MovedWeight:
-    """A weight of `nbytes`, with a gradient of `grad_bytes`, in a block whose weights have `block_bytes`. `last_share`
-    of its gradients come from the block whose backward is last; `ahead`: gathers can begin before its use."""
+    """A weight of `nbytes`, with a gradient of `grad_bytes`. `last_share` of its gradients come from the block whose
+    backward is last; `ahead`: gathers can begin before its use."""
 
     nbytes: float
     grad_bytes: float
-    block_bytes: float
     last_share: float
     ahead: bool
 
@@ -187,8 +185,8 @@ class Prices:
 
         Where gathers can begin ahead of their use, chains that begin with a gather, and the scatters of their
         gradients, run in the background (`hiding.split`), and so do sums (runtime.gradsync), and of leaves that are
-        gathered once per step the first buckets of each block (runtime.leaves). Of the gradients of the block whose
-        backward is last, compute waits for all but the first collective.
+        gathered once per step (runtime.leaves). Of the gradients of the block whose backward is last, compute waits for
+        all but the first collective.
         """
         here = self.routes.between(rows, columns)
         gathers = self.routes.gathers(here.forward) & weight.ahead
@@ -205,17 +203,10 @@ class Prices:
                 self.routes.waited_s(here.read, weight.grad_bytes, later=weight.last_share),
                 self.routes.seconds(here.read, weight.grad_bytes),
             )
-            waits = waits + np.where(here.graded, back + self._late_s(here, weight, np.where(gathers, late, 0.0)), 0.0)
+            back = back + self._sums_wait_s(here, weight, np.where(gathers, late, 0.0))
+            waits = waits + np.where(here.graded, back, 0.0)
         share = np.divide(waits, seconds, out=np.zeros_like(waits), where=(seconds > 0) & np.isfinite(seconds))
         return np.asarray(self.contention + (1.0 - self.contention) * np.clip(share, 0.0, 1.0))
-
-    def _late_s(self, here: Between, weight: MovedWeight, last: np.ndarray) -> np.ndarray:
-        """[rows, columns]: seconds that compute waits for sums of gradients in buckets, of which the share `last` is
-        exposed, and for leaves that are gathered once per step."""
-        held = np.array([[fraction(row.value, self.sizes)] for row in here.rows]) * weight.block_bytes
-        ahead = np.minimum(1.0, LEAVES_AHEAD * BUCKET_BYTES / np.maximum(held, 1.0))
-        leaf_s = self.routes.seconds(here.leaf, weight.nbytes, self.bucket_bytes)
-        return np.asarray(self._sums_wait_s(here, weight, last) + (1.0 - ahead) * leaf_s)
 
     def _sums_wait_s(self, here: Between, weight: MovedWeight, last: np.ndarray) -> np.ndarray:
         """[rows, columns]: seconds of sums of gradients that compute waits for."""

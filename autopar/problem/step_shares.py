@@ -53,9 +53,9 @@ class MicroPrices(Prices):
             here.each, self.summed_s(here, grad_bytes, leaf_bytes), 0.0
         )
 
-    def _late_s(self, here: Between, weight: MovedWeight, last: np.ndarray) -> np.ndarray:
-        """Seconds of sums after every microbatch; others happen once per step."""
-        return np.where(here.each, self._sums_wait_s(here, weight, last), 0.0)
+    def _sums_wait_s(self, here: Between, weight: MovedWeight, last: np.ndarray) -> np.ndarray:
+        """Of sums after every microbatch; others happen once per step."""
+        return np.where(here.each, super()._sums_wait_s(here, weight, last), 0.0)
 
     def rest_bytes(self, op: Op, options: Sequence[Option]) -> float:
         """0: bytes at rest belong to StepPrices."""
@@ -96,9 +96,9 @@ class StepPrices(Prices):
         weight: bool = False,
         grad_bytes: float | None = None,
     ) -> np.ndarray:
-        """Seconds of the leaves at the begin of the step and of the sums of gradients, with their local
-        copies as they slow down the collectives that they overlap (pipeline.work.Did.leaves_s). Of sums beside compute
-        only the collectives: their copies are part of its work."""
+        """Seconds of the leaves at the begin of the step, as they slow down compute, and of the sums of gradients, with
+        their local copies as they slow down the collectives that they overlap (pipeline.work.Did.leaves_s). Of sums
+        beside compute only the collectives: their copies are part of its work."""
         if not weight:
             return np.zeros((len(rows), len(columns)))
         here, sums_bytes = self.routes.between(rows, columns), grad_bytes or size_bytes
@@ -121,8 +121,9 @@ class StepPrices(Prices):
         return np.minimum(1.0, np.divide(leaves_s, seconds, out=np.zeros_like(seconds), where=able))
 
     def _leaves_s(self, here: Between, size_bytes: float) -> np.ndarray:
-        """Seconds of the leaves."""
-        return self._overlapped_s(here.leaf, size_bytes, self.bucket_bytes)
+        """Seconds that the leaves add to the forward beside which they are gathered."""
+        slows = self.contention if self.overlap > 0.0 else 1.0
+        return slows * self._overlapped_s(here.leaf, size_bytes, self.bucket_bytes)
 
     def _overlapped_s(
         self, table: RouteTable, size_bytes: float, bucket_bytes: float, shown: float | None = None

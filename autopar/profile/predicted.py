@@ -39,14 +39,15 @@ def _ran(stages: Stages, place: int) -> list[tuple[Ran, int]]:
     plan = stages.plan
     if not plan.pipelined:
         return [(stages.whole(), 1)]
-    parts = ("forward", "backward") if stages.training else ("forward",)
-    found = [(stages.ran(index, part), plan.microbatches) for index in plan.stages_on(place) for part in parts]
+    often, here = plan.microbatches, plan.stages_on(place)
     if not stages.training:
-        return found
+        return [(stages.ran(index, "forward"), often) for index in here]
+    parts = (("opening", 1), ("forward", often - 1), ("backward", often))
+    found = [(stages.ran(index, part), times) for index in here for part, times in parts]
     last = stages.rank(place)
     last.local(stages.optimizer(place), "optimizer")
-    sums = [(stages.sums(index).alone, 1) for index in plan.stages_on(place)]
-    return [*found, *sums, (stages.leaves(place), 1), (last.run(), 1)]
+    sums = [(stages.sums(index).alone, 1) for index in here]
+    return [*found, *sums, (last.run(), 1)]
 
 
 def _keyed(marks: Sequence[Mark]) -> list[tuple[Key, float]]:

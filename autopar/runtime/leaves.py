@@ -4,10 +4,11 @@ precision).
 A parameter has a leaf of its own where it rests cut and its readers see it whole, or where it is computed with in
 another dtype. The leaf is a cast of it, then gathered. This is done at the beginning of every step, and of every
 forward without a backward, in flat buckets in the order of use: leaves that are read outside of blocks before the model
-runs, those of a block when it is called, while later gathers go on.
+(or its stage of a pipeline) runs, those of a block when it is called, while later gathers go on. The stages of a place
+follow each other.
 
-A leaf that is cut over several axes takes one collective for each, one after the other. The last collective of a bucket
-begins LEAVES_AHEAD buckets before it is needed, each of the others one bucket earlier (`prefetching.due`).
+A leaf that is cut over several axes takes one collective for each, one after the other. The last collectives of the
+leaves of a block begin while the block before it runs, each of the others one block earlier (`prefetching.due`).
 
 Nothing is kept from one step to the next, so a leaf is never stale, whatever has changed the parameter in between: an
 optimizer, a checkpoint, or an in-place edit that no version counter shows.
@@ -34,7 +35,7 @@ from autopar.runtime.params import Held, filling
 
 
 class Reader(Protocol):
-    """A block: its table of leaves, and what it calls before it runs."""
+    """A block, or a stage: its table of leaves, and what it calls before it runs."""
 
     w: dict[str, Tensor]
     ready: Callable[[], None] | None
@@ -56,34 +57,49 @@ class _Bucket:
         return len(self.ways[0]) if self.ways else 0
 
 
-class Leaves:
-    """Fills the leaves of `held`; `blocks` wait for their own when they are called."""
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A model, or one stage of a pipeline: the leaves of `held` are read by its `blocks`, and outside of them by the
+    `stage`, or where that is None by the model itself."""
 
-    def __init__(
-        self, held: Iterable[Held], blocks: Iterable[Reader], mesh: Mesh, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
-        self.mesh = mesh
-        blocks = list(blocks)
-        numbers = owners(blocks)
-        gathered = [h for h in held if h.info.apart]
-        # -1: the model itself
-        first = {h.name: min(numbers.get(id(table), -1) for table, _ in h.readers) for h in gathered}
-        gathered.sort(key=lambda h: first[h.name])
-        self.buckets = _buckets(gathered, first, mesh, bucket_bytes)
+    held: Iterable[Held]
+    stage: Reader | None
+    blocks: Sequence[Reader]
+
+
+class Leaves:
+    """Fills the leaves of `parts`, which run in this order; stages and blocks wait for their own when they are
+    called."""
+
+    def __init__(self, parts: Iterable[Part], mesh: Mesh, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.mesh, self.buckets, self.before = mesh, list[_Bucket](), -1
+        self.until: list[int] = []  # for each bucket, the index behind the last one that its first reader waits for
+        for part in parts:
+            self._add(part, bucket_bytes)
         self.done = len(self.buckets)
-        last = {
-            number: index
-            for index, bucket in enumerate(self.buckets)
-            for h in bucket.members
-            for number in _readers(h, numbers)
-        }
-        self.before = last.get(-1, -1)
         for index, bucket in enumerate(self.buckets):
             for h in bucket.members:
                 h.ready = weakly(self.finish, index)
-        for number, block in enumerate(blocks):
-            if number in last:
-                block.ready = weakly(self.finish, last[number])
+
+    def _add(self, part: Part, bucket_bytes: int) -> None:
+        """Add the buckets of one of the parts."""
+        numbers, begin = owners(part.blocks), len(self.buckets)
+        gathered = [h for h in part.held if h.info.apart]
+        first = {h.name: min(_readers(h, numbers)) for h in gathered}
+        gathered.sort(key=lambda h: first[h.name])
+        self.buckets += _buckets(gathered, first, self.mesh, bucket_bytes)
+        last = {
+            number: index
+            for index, bucket in enumerate(self.buckets[begin:], begin)
+            for h in bucket.members
+            for number in _readers(h, numbers)
+        }
+        self.until += [last[min(first[h.name] for h in bucket.members)] + 1 for bucket in self.buckets[begin:]]
+        if part.stage is None:
+            self.before = last.get(-1, -1)
+        for number, reader in enumerate((part.stage, *part.blocks), -1):
+            if reader is not None and number in last:
+                reader.ready = weakly(self.finish, last[number])
 
     def refresh(self) -> None:
         """Begin to fill all leaves; returns when the model itself can run."""
@@ -111,9 +127,8 @@ class Leaves:
     @torch.no_grad()
     def _begin(self) -> None:
         """Start the collectives that are due (`prefetching.due`)."""
-        for number in due(
-            [bucket.legs for bucket in self.buckets], [bucket.begun for bucket in self.buckets], self.done
-        ):
+        legs, begun = ([getattr(bucket, name) for bucket in self.buckets] for name in ("legs", "begun"))
+        for number in due(legs, self.until, begun, self.done):
             bucket = self.buckets[number]
             bucket.begun += 1
             if bucket.moved is not None:
@@ -156,14 +171,14 @@ def owners(blocks: Iterable[Reader]) -> dict[int, int]:
 
 
 def _readers(held: Held, numbers: Mapping[int, int]) -> Iterator[int]:
-    """The blocks that read `held`, by number; -1 for the model itself."""
+    """The blocks that read `held`, by number; -1 for what is outside of them."""
     for table, _ in held.readers:
         yield numbers.get(id(table), -1)
 
 
 def _buckets(held: Sequence[Held], first: Mapping[str, int], mesh: Mesh, limit_bytes: int) -> list[_Bucket]:
-    """Buckets in the order of `held`; `first` is the number of the block that reads each first, -1 for the model
-    itself."""
+    """Buckets in the order of `held`; `first` is the number of the block that reads each first, -1 for what is outside
+    of blocks."""
 
     def alike(h: Held) -> Hashable:
         way = gathered_by(h, mesh)

@@ -36,7 +36,7 @@ from autopar.runtime.batch_sizes import BatchSizes, step_state
 from autopar.runtime.declare import Declarations
 from autopar.runtime.first_order import check_trains
 from autopar.runtime.gradsync import GradSync
-from autopar.runtime.leaves import Leaves
+from autopar.runtime.leaves import Leaves, Part
 from autopar.runtime.lifetimes import kept_by
 from autopar.runtime.module_copies import not_pickled, twin
 from autopar.runtime.module_state import ModuleState
@@ -113,7 +113,7 @@ class ShardedModule(ModuleState):
     def _watch(self) -> None:
         """Watch the gradients of all parameters."""
         self._sync = GradSync.watching(self._held, self.MESH, self._blocks())
-        self._leaves = Leaves(self._held.values(), self._blocks(), self.MESH)
+        self._leaves = Leaves([Part(self._held.values(), None, self._blocks())], self.MESH)
 
     def declared(self) -> dict[str, Param]:
         """What the plan says of each parameter and buffer, by original name."""

@@ -45,7 +45,7 @@ from autopar.runtime.count import uncounted
 from autopar.runtime.declare import Declarations
 from autopar.runtime.first_order import check_trains
 from autopar.runtime.gradsync import GradSync
-from autopar.runtime.leaves import Leaves
+from autopar.runtime.leaves import Leaves, Part
 from autopar.runtime.module import ShardedModule
 from autopar.runtime.moves import relayout
 from autopar.runtime.names import paths_of
@@ -91,14 +91,14 @@ class PipelinedModule(ShardedModule):
     def _watch(self) -> None:
         """Each stage has leaves of its own: a weight that two of them read gets two gradients, which add up."""
         self._syncs: list[GradSync] = []
-        self._leaves_of: list[Leaves] = []
         for stage, declared in zip(self.stages, self._declared, strict=True):
             stage.held = {
                 name: replace(self._held[name], readers=about.readers) for name, about in declared.found.items()
             }
             self._syncs.append(GradSync.watching(stage.held, self.MESH, stage._blocks()))
             self._syncs[-1].deferred = True
-            self._leaves_of.append(Leaves(stage.held.values(), stage._blocks(), self.MESH))
+        parts = [Part(stage.held.values(), stage, stage._blocks()) for stage in self.stages]
+        self._leaves = Leaves(parts, self.MESH)
         self._engines: dict[tuple[tuple[str, int], ...], Engine] = {}
         self._shared = shared_gradients(self.STAGES, self.PIPELINE.places, self.MESH)
         self._outputs: dict[int, Spread] = {}
@@ -226,8 +226,7 @@ class PipelinedModule(ShardedModule):
             check_trains(self._told.trains)
         for stage, sync in zip(self.stages, self._syncs, strict=True):
             sync.renew(stage.held.values())
-        for leaves in self._leaves_of:
-            leaves.refresh()
+        self._leaves.refresh()
         self._changed.clear()
         self._advance()
         sizes = self.sizes(*inputs)

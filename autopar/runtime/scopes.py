@@ -91,7 +91,14 @@ class Stage(Scope):
     def __init__(self, index: int, complete: Callable[[Tensor, str, Sequence[int]], tuple[Tensor, Spread]]) -> None:
         super().__init__()
         self.index, self.held, self.spreads = index, dict[str, Held](), list[Spread]()
+        self.ready: Callable[[], None] | None = None  # waits for leaves on their way
         self._complete = complete
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the stage, as soon as the leaves are there that it reads outside of blocks."""
+        if self.ready is not None:
+            self.ready()
+        return super().__call__(*args, **kwargs)
 
     @staticmethod
     def receives(**sizes: int) -> Sequence[tuple[Sequence[int], str, bool]]:

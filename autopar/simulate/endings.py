@@ -1,5 +1,5 @@
 """What the places of a pipeline do once per step, beside their last actions and after them: sums of gradients over the
-ranks of a place, gathers of leaves, sums of shared weights over places, the optimizer's step."""
+ranks of a place, sums of shared weights over places, the optimizer's step."""
 
 from __future__ import annotations
 
@@ -37,17 +37,20 @@ class Endings:
         """The tasks of each place, added in the order in which they run."""
         places = range(len(self.lines))
         found = [self._sums(place) if len(places) > 1 else [] for place in places]
-        for place, ending in enumerate(found):
-            leaves, sums = self.stages.leaves(place), tuple(task.number for task in ending)
-            ending.append(self._add(Task("leaves", stream(place), leaves.length_s, sums), "sync", leaves))
-        before = [ending[-1].number for ending in found]
+        before = [
+            [task.number for task in ending] or [self.numbers[line[-1]]]
+            for ending, line in zip(found, self.lines, strict=True)
+        ]
         for shared in self.stages.shared:
-            name, after = f"gradients of {', '.join(shared.names)} over places", [before[p] for p in shared.places]
+            name = f"gradients of {', '.join(shared.names)} over places"
+            after = tuple([number for place in shared.places for number in before[place]])
             for place in shared.places:
-                found[place].append(self._add(Task(name, stream(place), shared.seconds, (*after,)), "sync"))
+                found[place].append(self._add(Task(name, stream(place), shared.seconds, after), "sync"))
         for place, ending in enumerate(found):
-            update_s = self.stages.optimizer(place).seconds
-            ending.append(self._add(Task(self.stages.plan.optimizer, stream(place), update_s), "optimizer"))
+            name, update_s = self.stages.plan.optimizer, self.stages.optimizer(place).seconds
+            ending.append(
+                self._add(Task(name, stream(place), update_s, tuple(each.number for each in ending)), "optimizer")
+            )
         return found
 
     def _sums(self, place: int) -> list[Ending]:

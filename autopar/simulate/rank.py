@@ -9,8 +9,8 @@
     in the background   on a stream of their own beside it (runtime.mesh)
     gathered weights    ahead of the block that needs them, where the one before it begins (runtime.prefetch); their
                         gradients are scattered in the background (autopar.deferred_waits)
-    leaves              gathered in buckets of 25 MB in the order of use, two on their way at a time; a block waits for
-                        its own (runtime.leaves)
+    leaves              gathered in buckets of 25 MB in the order of use, those of a block while the one before it runs;
+                        a block waits for its own (runtime.leaves)
     synced gradients    summed in buckets of 25 MB in reverse order; a bucket starts when its last gradient is there
                         (runtime.gradsync)
     over several axes   one collective after the other, each begun where the rank has come on by a block or a bucket
@@ -163,11 +163,6 @@ class Rank:
         self._leaves = Leaves(self, buckets)
         self._leaves.go_on()
         self._leaves.fill(None)
-
-    def gather_all(self, buckets: Sequence[LeafBucket]) -> None:
-        """Gather leaves, and wait for all of them."""
-        self.gather(buckets)
-        self._leaves.fill_all()
 
     def start(self, bucket: GradientBucket) -> None:
         """Start the reduction of a bucket in the background."""

@@ -11,6 +11,7 @@ from autopar.cluster import Cluster, Places
 from autopar.codegen.edges import Edges, edges, options
 from autopar.cost.comm import collective_s
 from autopar.decisions import local_share
+from autopar.pipeline.chains import LeafBucket
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.shared_weights import Shared, shared_weights
 from autopar.pipeline.stage_views import View, views, whole
@@ -94,13 +95,17 @@ class Stages:
         return self.plan.mode == "train"
 
     def ran(self, stage: int, part: str) -> Ran:
-        """One microbatch in one stage, simulated without other places. `part` is "forward", "backward", a backward that
-        the sums of gradients run beside ("last"), or a part of a split one: "inputs" or "weights"."""
+        """One microbatch in one stage, simulated without other places. `part` is "forward"; the "first" forward, with
+        the gathers of leaves that run beside it; "opening", with those of all its leaves; "backward"; the "last"
+        backward, with the sums of gradients beside it; or a part of a split one: "inputs" or "weights"."""
+        place = self.plan.stages[stage].place
+        if part == "first" and (not stage or self.pieces[place].prices.overlap == 0.0):
+            part = "opening"
         key = (self._first[stage], part)
         if key not in self._ran:
-            place = self.plan.stages[stage].place
             rank = self.rank(place)
-            if part == "forward":
+            if part in ("forward", "first", "opening"):
+                rank.gather(self._leaves(stage, part))
                 rank.forward(self.turns[stage])
             else:
                 buckets = [
@@ -132,13 +137,14 @@ class Stages:
             rank.local(self.optimizer(0), "optimizer")
         return rank.run()
 
-    def leaves(self, place: int) -> Ran:
-        """The gathers of leaves of a place, once per step, one stage after the other."""
-        rank = self.rank(place)
-        for view, turns, stage in zip(self.views, self.turns, self.plan.stages, strict=True):
-            if stage.place == place:
-                rank.gather_all(self.syncs[place].leaf_buckets(view, turns))
-        return rank.run()
+    def _leaves(self, stage: int, part: str) -> list[LeafBucket]:
+        """The gathers of leaves that run beside a forward of a stage (`ran`). Before its "first" one those have come
+        that are for its first block and for what is outside of blocks, while the place did something else."""
+        view, turns = self.views[stage], self.turns[stage]
+        found = self.syncs[self.plan.stages[stage].place].leaf_buckets(view, turns) if part != "forward" else []
+        first = next(((turn.unit, turn.instance) for turn in turns if turn.instance >= 0), None)
+        came = [number for number, bucket in enumerate(found, 1) if {None, first} & {*bucket.readers}]
+        return found[max(came, default=0) :] if part == "first" else found
 
     def sums(self, stage: int) -> Sums:
         """The sums of the gradients of one of several stages, once per step."""

@@ -124,10 +124,17 @@ class _Pipeline:
         """By stage, the action that completes its gradients."""
         return {stage: line[index] for line in self.lines for stage, index in last_backwards(line).items()}
 
+    @cached_property
+    def first(self) -> dict[int, Action]:
+        """By stage, its first forward."""
+        return {action.stage: action for line in self.lines for action in reversed(line) if action.kind == "F"}
+
     def ran(self, action: Action) -> Ran | None:
         """The simulated rank of an action; None for a "W" of a stage whose backward is not split, which has run with
         its "I"."""
         part, view, plan = PARTS[action.kind], self.stages.views[action.stage], self.stages.plan
+        if part == "forward" and action == self.first[action.stage] and self.stages.training:
+            return self.stages.ran(action.stage, "first")
         if part in ("inputs", "weights") and not view.separable:
             return self.stages.ran(action.stage, "backward") if part == "inputs" else None
         if part == "backward" and action == self.last.get(action.stage):
@@ -200,8 +207,8 @@ class _Pipeline:
         phases = [times[index] for index in mine]
         if ending:
             begun = max((end for _, end in phases), default=0.0)
-            *_, synced = (index for index, what, _ in ending if what == "sync")
-            phases += [(begun, times[synced][1]), (times[synced][1], times[ending[-1][0]][1])]
+            synced = max((times[index][1] for index, what, _ in ending if what != "optimizer"), default=begun)
+            phases += [(begun, max(begun, synced)), (max(begun, synced), times[ending[-1][0]][1])]
         memory = over_time(self.held[place].levels(), phases)
         return Place(
             place,

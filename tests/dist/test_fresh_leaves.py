@@ -234,12 +234,41 @@ def _in_buckets(limit: int, source: str, rank_case: RankCase, wanted: Results) -
     return max(gaps.values())
 
 
+def _by_stages(source: str, rank_case: RankCase, wanted: Results) -> tuple[float, list[list[int]]]:
+    """One rank: the largest difference of a step of a pipeline, whose buckets of leaves begin when they are due; and
+    for each of its stages the numbers of its buckets."""
+    finish = Leaves.finish
+
+    def checked(leaves: Leaves, index: int) -> None:
+        finish(leaves, index)
+        _check_begun(leaves)
+
+    with mock.patch.object(Leaves.__init__, "__defaults__", (1024,)), mock.patch.object(Leaves, "finish", checked):
+        module = rank_case.build(source)
+        gaps, _ = step(source, rank_case, wanted)
+    where = {id(part.w): stage.index for stage in module.stages for part in (stage, *stage._blocks())}
+    tables = [[id(table) for held in bucket.members for table, _ in held.readers] for bucket in module._leaves.buckets]
+    of = [{where[table] for table in each} for each in tables]
+    return max(gaps.values()), [[n for n, here in enumerate(of) if stage.index in here] for stage in module.stages]
+
+
+def test_leaves_of_stages_are_gathered_one_stage_after_the_other() -> None:
+    """Each place has two stages, of which the last one of all has no leaves. Each began its first buckets with the step:
+    those of the second one were in front of the rest of the first one's."""
+    who = subject("gpt")
+    case = who.case(by_stages(who, (2,), "zero1", 2, 4, "interleaved_1f1b", 2))
+    gaps, buckets = zip(*living(4).run(_by_stages, case.source(), case.rank_case, case.reference()), strict=True)
+    assert max(gaps) < 1e-9
+    assert [bool(second) for _, second in buckets] == [True, True, False, False]
+    assert all(max(first) < min(second) for first, second in buckets[:2])
+
+
 def _check_begun(leaves: Leaves) -> None:
     """Exactly the collectives that are due have begun."""
     legs = [bucket.legs for bucket in leaves.buckets]
     begun = [0] * len(legs)
     for done in range(leaves.done + 1):
-        for number in due(legs, begun, done):
+        for number in due(legs, leaves.until, begun, done):
             begun[number] += 1
     assert [bucket.begun for bucket in leaves.buckets] == begun
     running = [number >= leaves.done and count > 0 for number, count in enumerate(begun)]

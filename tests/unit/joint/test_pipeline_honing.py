@@ -25,7 +25,7 @@ SHAPE = Shape(2, (2,), 4)
 def _inner(cluster: str = "h100:2x2") -> SearchContext:
     who = subject("hf-gpt2")
     return SearchContext(
-        who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse(cluster), Settings("train"))
+        who.captured.gm, {**who.captured.hints, "b": 1024}, Request(Cluster.parse(cluster), Settings("train"))
     )
 
 

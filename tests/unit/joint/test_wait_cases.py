@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from autopar.cluster import Cluster
@@ -23,13 +22,9 @@ from autopar.joint.search_context import SearchContext
 from autopar.joint.shape_bounds import Alone
 from autopar.joint.shapes import Shape
 from autopar.joint.wait_cases import _Case, _nothing, _split, bound_s
-from autopar.pipeline import passes
-from autopar.pipeline.passes import Passes
 from autopar.pipeline.single_stage import step_cost
-from autopar.problem import leaf_gathers, pass_tables
-from autopar.problem.leaf_gathers import BOUNDS
 from autopar.problem.pass_quantities import COMPUTE, WAITED
-from autopar.problem.pass_tables import FORWARD, PassTables
+from autopar.problem.pass_tables import FORWARD
 from autopar.problem.settings import Settings
 from autopar.recipes.free import space
 from autopar.request import Request
@@ -143,58 +138,3 @@ def test_spans_that_are_split_are_whole() -> None:
         spans = {**spans, of: next(part for part in parts if part[0] <= at <= part[1])}
     else:
         raise AssertionError("it does not come to an end")
-
-
-def test_no_more_leaves_are_late_than_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With buckets of the size of a small weight, so that the first few are not all."""
-    for module in (passes, pass_tables, leaf_gathers):
-        monkeypatch.setattr(module, "BUCKET_BYTES", 1500)
-    name, cluster, mesh = ON[1]
-    here, found = alone_on(name, cluster, mesh)
-    tables, program, seen, less = (
-        PassTables(here.plain, here.forward, sums_at_end=False, linked=True),
-        here.whole.program,
-        0,
-        0,
-    )
-    relaxed = alone(tables, here.plain, math.inf)
-    for choice in [*found, *leaves(here, 12)]:
-        filled = Passes(program, here.plain, choice, here.forward, apart=False, sums_at_end=False).buckets.share_ahead
-        for scope, share in filled.items():
-            sums = relaxed.sums(choice).passes[scope, FORWARD]
-            late_s = (1 - share) * sums[tables.leaf(0) : tables.leaf(0) + tables.axes]
-            said_s = sums[tables.late_leaf(0, 0) : -1].reshape(BOUNDS, tables.axes) - tables.leaves_s[scope]
-            assert (said_s <= late_s * (1 + 1e-9) + 1e-15).all()
-            seen += bool((said_s > 0).any())
-            less += share < 0.9
-    assert seen and less
-
-
-def leaves(here: Alone, count: int) -> list[tuple[int, ...]]:
-    """Choices of which each gathers some weights once per step, and others not."""
-    problem, found = here.plain.problem, []
-    for seed in range(count):
-        rng = np.random.default_rng(seed)
-        nets = tuple(
-            replace(
-                net,
-                cost_s=np.where(
-                    np.isinf(net.cost_s),
-                    np.inf,
-                    rng.random() * ~np.array([made.value != made.back for made in link.rows])[:, None]
-                    + np.zeros(net.cost_s.shape),
-                )
-                if link.weight
-                else net.cost_s,
-                group=-1,
-            )
-            for link, net in zip(here.plain.links, problem.nets, strict=True)
-        )
-        nodes = tuple(
-            replace(node, cost_s=np.where(np.isinf(node.cost_s), np.inf, 0.01 * rng.random(len(node.cost_s))))
-            for node in problem.nodes
-        )
-        found.append(
-            ilp.glance(replace(problem, nodes=nodes, nets=nets, memory_limit_bytes=math.inf), time_limit_s=5.0).choice
-        )
-    return found

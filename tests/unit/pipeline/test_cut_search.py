@@ -111,7 +111,7 @@ def test_ways_side_by_side_take_what_each_takes(table: Timetable) -> None:
 
     def time(stage: int) -> StageTime:
         took, (sent, *sums) = drawn.uniform(0.0, 3.0, 3), drawn.uniform(0.0, 1.0, 4) * some[[0, 1, 1, 1], stage]
-        return StageTime(*took.tolist(), float(sent), 0.0, Summing(*map(float, sums), 0.2))
+        return StageTime(*took.tolist(), float(sent), 0.0, Summing(*map(float, sums), 0.2), float(drawn.uniform()))
 
     ways = [[time(stage) for stage in range(table.stages)] for _ in range(700)]
     ends = table.ends_all_s(np.array([[*map(numbers, way)] for way in ways]).transpose(2, 1, 0))

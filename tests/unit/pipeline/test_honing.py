@@ -17,13 +17,11 @@ from autopar.buckets import BUCKET_BYTES
 from autopar.candidate import Candidate
 from autopar.cluster import Cluster
 from autopar.cost.comm import link_shares
-from autopar.pipeline import passes
 from autopar.pipeline.honing_state import HoningState
 from autopar.pipeline.passes import Passes
 from autopar.pipeline.single_stage import step_cost
 from autopar.planner import Planner
 from autopar.problem import leaf_gathers as leaves_of
-from autopar.problem import pass_tables as passing_of
 from autopar.problem.hiding import Load, together_s
 from autopar.problem.pass_quantities import COMPUTE, SHOWN, WAITED
 from autopar.problem.pass_tables import PassTables
@@ -87,10 +85,9 @@ def test_totals_of_passes_after_moves_are_those_from_the_begin(planner: Planner,
 def test_what_a_move_makes_of_leaves_that_are_ahead_is_exact(
     planner: Planner, found: Candidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights of a block fill buckets together; here these are of the size of a small weight, so that the first few are
-    not all."""
-    for module in (passes, passing_of, leaves_of):
-        monkeypatch.setattr(module, "BUCKET_BYTES", 1500)
+    """How many small blocks have exposed leaves depends on what all of their weights gather: here half a bucket is the
+    leaves of several blocks."""
+    monkeypatch.setattr(leaves_of, "BUCKET_BYTES", 60_000)
     model, forward = found.model.with_limit(math.inf), planner.forward(found.mesh)
     state, rng, shares = (
         HoningState(PassTables(model, forward, sums_at_end=False), found.solution.choice),
@@ -113,7 +110,7 @@ def test_what_a_move_makes_of_leaves_that_are_ahead_is_exact(
                 assert [pytest.approx(ahead[c])] == list(filled or {1.0})
         v = int(rng.choice(leaves.nodes))
         state.move(v, int(rng.integers(len(model.problem.nodes[v].labels))))
-    assert len(shares) > 10
+    assert len(shares) > 1
 
 
 def test_a_pass_takes_what_it_takes_in_the_price(planner: Planner, found: Candidate) -> None:

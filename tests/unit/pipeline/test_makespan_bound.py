@@ -60,7 +60,8 @@ def test_no_stages_are_faster(kind: Kind, data: st.DataObject) -> None:
     times = []
     for (forward, inputs, late, both, sums), sent in zip(draw, [*sends, 0.0], strict=True):
         left = max(sums / 4, sums - (both or inputs + late))
-        times.append(StageTime(forward, inputs, late, sent + longer, both, Summing(sums, left, 0.1 * sums, SHARE)))
+        summing, leaves = Summing(sums, left, 0.1 * sums, SHARE), 0.2 * longer  # leaves may cost nothing
+        times.append(StageTime(forward, inputs, late, sent + longer, both, summing, leaves))
     whole = sum(min(time.inputs_s + time.weights_s, time.of("B")) for time in times)
     compute = sum(min(time.inputs_s, time.of("B")) for time in times)
     took = max(end + late for end, late in zip(table.ends_s(times, whole=True), once, strict=True))

@@ -65,7 +65,8 @@ def test_reshards_per_microbatch_and_per_step(weight: bool) -> None:
 
 def test_copies_around_leaves_count_as_far_as_they_slow_down_collectives() -> None:
     """A leaf that is gathered along dim 1, and its gradient that is scattered: both ends are put in order by copies.
-    Those around the sum are part of the work that it runs beside."""
+    Those around the sum are part of the work that it runs beside. The leaf takes a share of the compute units from the
+    forward beside it."""
     cluster, size = Cluster.parse("h100:2x4"), 1e8
     once = StepPrices(cluster.mesh((2, 4)), replace(cluster.device, contention=0.25), Settings())
     whole, part, rest = ("R", "R"), ("R", "P"), ("R", "S1")
@@ -74,7 +75,7 @@ def test_copies_around_leaves_count_as_far_as_they_slow_down_collectives() -> No
     assert all(sum(load.axis == LOCAL_AXIS for load in loads) == 1 for loads in (leaf, summed))
     priced = once.table_s([LayoutPair(whole, rest)], [LayoutPair(whole, part)], size, weight=True)
     assert priced.item() == pytest.approx(
-        sum(load.seconds * (0.25 if load.axis == LOCAL_AXIS else 1.0) for load in leaf)
+        0.25 * sum(load.seconds * (0.25 if load.axis == LOCAL_AXIS else 1.0) for load in leaf)
         + sum(load.seconds for load in summed if load.axis != LOCAL_AXIS)
     )
 

@@ -134,13 +134,20 @@ def test_one_rule_says_which_steps_are_in_the_background() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_buckets_of_leaves_go_on_in_time(seed: int) -> None:
+def test_leaves_of_the_next_block_are_on_their_way(seed: int) -> None:
+    """All collectives of its buckets, and of LEAVES_AHEAD at least; of those behind them one less for each block."""
     draw = random.Random(seed)
-    takes = [draw.randint(0, 3) for _ in range(12)]
+    sizes = [draw.randint(1, 4) for _ in range(5)]  # buckets of each block
+    until = [sum(sizes[: block + 1]) for block, size in enumerate(sizes) for _ in range(size)]
+    takes = [draw.randint(0, 3) for _ in until]
     begun = [0] * len(takes)
     for done in range(len(takes) + 1):
-        for number in due(takes, begun, done):
+        for number in due(takes, until, begun, done):
             begun[number] += 1
-        for number in range(done, len(takes)):  # one collective less for each bucket behind those that are ahead
-            assert begun[number] == max(0, takes[number] - max(0, number - done - LEAVES_AHEAD + 1))
-    assert begun == takes and due(takes, begun, len(takes)) == []
+        end = done
+        for behind in range(3):
+            begin, least = end, 1 if behind else LEAVES_AHEAD
+            end = min(len(takes), max(begin + least, until[begin])) if begin < len(takes) else begin
+            assert begun[begin:end] == [max(0, legs - behind) for legs in takes[begin:end]]
+        assert not any(begun[end:])
+    assert begun == takes and due(takes, until, begun, len(takes)) == []

@@ -140,6 +140,19 @@ def test_scatters_of_large_weights_hide_under_their_block() -> None:
     assert compiled.simulate().step_s == pytest.approx(compiled.plan.predicted.step_s, rel=0.02)
 
 
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved_1f1b", 4)])
+def test_leaves_of_a_pipeline_hide_under_its_first_forwards(schedule: str, virtual: int) -> None:
+    """All but those of the first block; they were counted as if nothing ran beside them, a tenth of the step."""
+    config = gpt.Config(vocab=1000, positions=1024, layers=8, heads=32, hidden=4096)
+    with torch.device("meta"):
+        model, batch = gpt.build(config, 8, 1024)
+    captured = capture(model, batch, mode="train")
+    request = Request(Cluster.parse("h100:4x2"), Settings(precision="bf16"), recipe="pp_zero1", mesh=(4,))
+    made = joint.plan(captured.gm, captured.hints, request, model="gpt", graph_hash=captured.graph_hash)
+    assert made.places == 2
+    assert simulate(captured.gm, made).step_s == pytest.approx(made.predicted.step_s, rel=CLOSE)
+
+
 def test_leaves_of_a_decoder_hide_under_its_encoder() -> None:
     """Blocks behind others have all of their leaves ahead."""
     loaded = frontend.load(

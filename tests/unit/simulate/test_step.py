@@ -51,11 +51,10 @@ def test_closed_formulas_agree_on_every_schedule(schedule: str, places: int, vir
         ]
         forward_s, sums = stages.ran(stage, "forward").length_s, stages.sums(stage)
         summing = Summing(late_s=sums.alone.length_s)  # on a CPU
-        times.append(
-            StageTime(forward_s, back[0], back[1] if len(back) > 1 else 0.0, stages.send_s(stage), summing=summing)
-        )
+        leaves_s, late_s = stages.ran(stage, "first").length_s - forward_s, back[1] if len(back) > 1 else 0.0
+        times.append(StageTime(forward_s, back[0], late_s, stages.send_s(stage), 0.0, summing, leaves_s))
     where = [stage.place for stage in stages.plan.stages]
-    once = max(stages.leaves(place).length_s + stages.optimizer(place).seconds for place in range(places))
+    once = max(stages.optimizer(place).seconds for place in range(places))
     shared = sum(shared.seconds for shared in stages.shared)
     closed = step_s(orders(schedule, places, count, 8), times, where) + once + shared
     assert found.step_s == pytest.approx(closed, rel=0.03)

@@ -212,7 +212,8 @@ def rows(case: Case, ways: list[str], limit_s: float, refused: Counter[str]) -> 
     name = f"{case.model} {case.batch}x{case.seq} {case.precision} {Path(case.cluster).stem}"
     for way, made in plans(case, captured, ways, limit_s):
         if isinstance(made, Plan):
-            yield Row(name, way, _shape(made), made.predicted.step_s, simulate(captured.gm, made).step_s)
+            parted = captured.parted(made.parted)
+            yield Row(name, way, _shape(made), made.predicted.step_s, simulate(parted.gm, made).step_s)
         else:
             refused[first_line(made)] += 1
 

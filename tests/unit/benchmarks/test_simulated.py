@@ -14,7 +14,7 @@ from tests.helpers.verify import by_stages, subject
 
 
 def test_a_plan_whose_blocks_are_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    who = subject("hf-gpt2")
+    who = subject("gpt")
     made = rematerialised(who, by_stages(who, (1,), "single", 2, 2, "1f1b"), "full")
     ((scope, (first, _)),) = made.stages[1].blocks.items()
     parted = in_parts(made, {scope: {"later": first}})

@@ -59,7 +59,7 @@ class Backward:
         """From the end of the forward to its start."""
         self.book.step("the backward begins")
         start = self.book.now
-        for value in self.forward.ends:
+        for value in self.forward.results["loss"]:
             value.slot = self.book.new("gradients of activations", value.ref[0], "", 0.0) if value.grad_bytes else None
         came = {
             value: self._gradient_storage("pipeline buffers", value) for value in self.forward.sent if value.grad_bytes
@@ -109,7 +109,7 @@ class Backward:
     def early(self) -> list[Storage]:
         """What operators after the last one with a weight keep (those of the loss). In a backward in two parts the part
         for inputs frees it, since the part for weights does not read it."""
-        steps = self.forward.steps if self.forward.ends else []
+        steps = self.forward.steps if self.forward.results["loss"] else []
         last = max(
             (
                 i

@@ -38,7 +38,7 @@ class Forward:
 
     `extra_bytes` gives bytes that an operator keeps for its backward in addition to tensors of the graph. After `walk`,
     `book` has all storages, `steps` the record for the backward, `values` all values as they are made, `received` and
-    `sent` what crosses between stages, `ends` the losses.
+    `sent` what crosses between stages, `results` what the model gives by role (`loss`, ...).
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Forward:
         # a list of its own, since a value that is passed on gets the storage of its copy (`_sendable`)
         self.received: list[Storage | None] = []
         self.sent: list[Value] = []
-        self.ends: list[Value] = []  # the losses
+        self.results: dict[str, list[Value]] = {role: [] for role in RESULTS}  # what the model gives
         self.units: list[Unit] = []  # the weights that are gathered where they are used, block by block
         self.block: Unit | None = None  # those of the block that is walked
 
@@ -193,7 +193,7 @@ class Forward:
             for i, ref in enumerate(op.operands)
         )
         if op.role in RESULTS:
-            self.ends += ins if op.role == "loss" else ()
+            self.results[op.role] += ins
             return
         self.book.step(op.name)
         for value in ins:

@@ -28,9 +28,10 @@ from autopar.pipeline.orders import Action, changed, last_backwards
 from autopar.pipeline.stage_views import View
 from autopar.pipeline.transit import Kind, Transit
 
-WEIGHTS, SUMS, UPDATE = "backward for weights", "sums of gradients", "update"
+WEIGHTS, SUMS, UPDATE, OUTPUTS = "backward for weights", "sums of gradients", "update", "outputs"
 """Phases of a step beside "forward" and "backward": the action for weights of a split backward, the sums of gradients
-over ranks at the end of the step, and the optimizer's step."""
+over ranks at the end of the step, and the optimizer's step. OUTPUTS ends a step for inference: those of all
+microbatches are joined, and every place has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Moment:
     """A candidate for the peak.
 
     nbytes      bytes of the rank at that moment
-    phase       "forward", "backward", WEIGHTS, SUMS or UPDATE
+    phase       "forward", "backward", WEIGHTS, SUMS, UPDATE or OUTPUTS
     stage       the stage that runs (-1: none)
     time        the time in the profile `walked` (-1: none)
     waiting     for each stage, how many microbatches wait for their backward
@@ -101,7 +102,8 @@ class Holding:
         rest = [*resting(self.shares, self.views), *workspace(self.shares)]
         gradients, still = self._gradients_apart(rest)
         base, held = sum(e.nbytes for e in still), sum(e.nbytes for e in gradients)
-        moments = [*self._moments(base, held), *(self._moments_after_backward(still, gradients) if training else ())]
+        late = self._moments_after_backward(still, gradients) if training else self._moments_after_forward(base)
+        moments = [*self._moments(base, held), *late]
         peak = max(moments, key=lambda moment: moment.nbytes)
         order, flying = sorted(self.profiles), self._in_flight()
         return Place(
@@ -129,7 +131,7 @@ class Holding:
 
     def levels(self) -> list[Level]:
         """Bytes over time: of each action in order; in training then of the sums of gradients and of the optimizer's
-        step."""
+        step, in inference of the outputs of several microbatches or stages."""
         training, several = self.shares.plan.mode == "train", self.shares.plan.microbatches > 1
         rest = [*resting(self.shares, self.views), *workspace(self.shares)]
         gradients, still = self._gradients_apart(rest)
@@ -166,6 +168,8 @@ class Holding:
                 Level(base + held, base + held + self.sums.after_bytes, late),
                 Level(late, late + self.update_bytes(), late),
             ]
+        else:
+            found += [Level(base, late.nbytes, late.nbytes) for late in self._moments_after_forward(base)]
         return found
 
     def _others_bytes(self, kept: Mapping[int, int], halfway: Mapping[int, int], transit: Transit) -> float:
@@ -270,6 +274,15 @@ class Holding:
         for nbytes, phase in ((summed + self.sums.after_bytes, SUMS), (rested + self.update_bytes(), UPDATE)):
             yield Moment(nbytes, phase, -1, -1, nothing, nothing, {}, gradients=True)
 
+    def _moments_after_forward(self, base: float) -> Iterator[Moment]:
+        """Of several microbatches or stages without a backward: the outputs over the whole batch, beside the parts of
+        which they are joined. `base` are the bytes at rest."""
+        count, views = self.shares.plan.microbatches, sorted(self.views, key=lambda view: view.index)
+        if self.shares.plan.pipelined:
+            parts, nothing = tuple(count * (count > 1 and bool(v.results)) for v in views), (0,) * len(views)
+            kept = sum(n * self.profiles[v.index].kept_bytes for n, v in zip(parts, views, strict=True))
+            yield Moment(base + kept + self.shares.outputs_bytes, OUTPUTS, -1, -1, parts, nothing, {}, gradients=False)
+
     def _summing_bytes(self, index: int) -> float:
         """Bytes of sums of gradients beside action number `index`: on one place and of the first stage of several the
         last backward (runtime.gradsync.GradSync.summing), of other stages what the place does after theirs
@@ -355,9 +368,12 @@ class Holding:
             nbytes = self.profiles[peak.stage].weights_bytes
             found.append(Entry("temporaries", "gradients of weights", "", nbytes))
         else:
-            nbytes = self.sums.after_bytes if peak.phase == SUMS else self.update_bytes()
-            what = "gradient sums" if peak.phase == SUMS else "temporaries"
-            found.append(Entry(what, peak.phase, "", nbytes, 1, ALWAYS, ALWAYS))
+            what, nbytes = {
+                SUMS: ("gradient sums", lambda: self.sums.after_bytes),
+                UPDATE: ("temporaries", self.update_bytes),
+                OUTPUTS: ("activations", lambda: self.shares.outputs_bytes),
+            }[peak.phase]
+            found.append(Entry(what, peak.phase, "", nbytes(), 1, ALWAYS, ALWAYS))
         return tuple(sorted(_merged(found), key=lambda e: -e.nbytes))
 
 

@@ -58,6 +58,13 @@ class Shares:
         op = self.program.ops[ref[0]]
         return self.elements(op.call.outs[ref[1]].sizes, layout) * op.out_dtypes[ref[1]].itemsize / self.cuts(ref)
 
+    @cached_property
+    def outputs_bytes(self) -> float:
+        """Bytes of the outputs over the whole batch."""
+        outputs = [op for op in self.program.ops.values() if op.role == "output"]
+        each = [self.value(op.operands[0], self.asked(op.name, 0).value) for op in outputs]
+        return self.plan.microbatches * sum(each)
+
     def gradient(self, ref: Ref, pair: LayoutPair) -> float:
         """Bytes of the gradient of a value, 0 where it has none."""
         return self._whole(ref, pair.grad) * self.of_losses.get(ref[0], WHOLE)[1] if pair.has_grad else 0.0

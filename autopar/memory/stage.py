@@ -4,6 +4,7 @@ them. Made by memory.predict, read by memory.place.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -103,6 +104,7 @@ def profile(
     forward.walk()
     turn = forward.book.now
     if not training:
+        _stay(forward)
         return Profile(forward.book, turn, [])
     backward = Backward(forward, stay=stay, split=split)
     backward.walk()
@@ -120,3 +122,11 @@ def profile(
         made.waiting_bytes, made.early = backward.waiting_bytes, backward.early()
         made.weights_bytes = backward.weights.bytes_beside(made.kept_bytes + made.halfway_bytes)
     return made
+
+
+def _stay(forward: Forward) -> None:
+    """Without a backward a place has the results of all microbatches, and what it sends of them, until its last forward
+    has ended (runtime.stepping.run_forward)."""
+    forward.book.step("the other microbatches")
+    for value in (*forward.sent, *itertools.chain(*forward.results.values())):
+        forward.book.use(value.storage)

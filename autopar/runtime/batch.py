@@ -214,13 +214,11 @@ def joined(parts: Sequence[Tensor], dim: int, runs: int, sections: Sequence[int]
     side in `sections` of these relative sizes, as the value has."""
     unit = parts[0].shape[dim] // sum(sections)
     cut = [part.split([size * unit for size in sections], dim) for part in parts]
-    return torch.cat(
-        [
-            torch.stack([part.unflatten(dim, (runs, -1)) for part in same], dim + 1).flatten(dim, dim + 2)
-            for same in zip(*cut, strict=True)
-        ],
-        dim,
-    )
+    whole = [
+        torch.stack([part.unflatten(dim, (runs, -1)) for part in same], dim + 1).flatten(dim, dim + 2)
+        for same in zip(*cut, strict=True)
+    ]
+    return torch.cat(whole, dim) if len(whole) > 1 else whole[0]
 
 
 def check_sizes(

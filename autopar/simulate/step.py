@@ -209,6 +209,8 @@ class _Pipeline:
             begun = max((end for _, end in phases), default=0.0)
             synced = max((times[index][1] for index, what, _ in ending if what != "optimizer"), default=begun)
             phases += [(begun, max(begun, synced)), (max(begun, synced), times[ending[-1][0]][1])]
+        elif not self.stages.training:
+            phases.append((timeline.length_s, timeline.length_s))
         memory = over_time(self.held[place].levels(), phases)
         return Place(
             place,

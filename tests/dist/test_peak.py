@@ -60,7 +60,7 @@ def bundled(who: Subject, made: Plan) -> Bundle:
 def at_size(who: Subject) -> Program:
     """The graph at BATCH and SEQ."""
     hints = who.captured.hints | {n: size for n, size in (("b", BATCH), ("s", SEQ)) if n in who.captured.hints}
-    return read(who.captured.gm, hints, training=True, device="cpu")
+    return read(who.captured.gm, hints, training=who.mode == "train", device="cpu")
 
 
 def compared(who: Subject, made: Plan, within: float) -> tuple[tuple[Place, ...], list[int]]:
@@ -321,6 +321,13 @@ def test_the_peak_of_each_place_of_a_pipeline_is_counted(
 ) -> None:
     who = subject(name)
     compared(who, by_stages(who, mesh, recipe, places, microbatches, schedule, virtual), 0.07)
+
+
+@pytest.mark.parametrize(("places", "microbatches", "virtual"), [(1, 8, 1), (2, 8, 1), (2, 1, 1), (2, 8, 2)])
+def test_the_peak_of_inference_in_microbatches_is_counted(places: int, microbatches: int, virtual: int) -> None:
+    """What a place gives and sends of each stays until its last forward has ended, and then all outputs come to it."""
+    who, schedule = subject("gpt", "inference"), "gpipe" if virtual == 1 else "looped_bfs"
+    compared(who, by_stages(who, (1,), "single", places, microbatches, schedule, virtual), 0.07)
 
 
 @cache

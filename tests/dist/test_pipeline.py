@@ -92,11 +92,22 @@ def test_a_cut_can_be_anywhere(cut: int) -> None:
     right(who.verified(by_stages(who, (1,), "single", 2, 2, "1f1b", bounds=[cut * 3])))
 
 
-def test_inference_goes_forward_only() -> None:
+@pytest.mark.parametrize(
+    ("mesh", "recipe", "places", "microbatches", "schedule", "virtual"),
+    [
+        ((2,), "tp", 2, 2, "1f1b", 1),
+        ((2,), "ddp", 1, 4, "gpipe", 1),  # microbatches alone: less is alive at a time
+        ((1,), "single", 2, 1, "naive", 1),
+        *(((1,), "single", 2, 4, name, 2) for name in ("looped_bfs", "zbv_zero_bubble")),
+    ],
+)
+def test_inference_goes_forward_only(
+    mesh: Sizes, recipe: str, places: int, microbatches: int, schedule: str, virtual: int
+) -> None:
     who = subject("gpt", "inference")
-    report = who.verified(by_stages(who, (2,), "tp", 2, 2, "1f1b"))
+    report = who.verified(by_stages(who, mesh, recipe, places, microbatches, schedule, virtual))
     assert report.ok and {row.kind for row in report.rows} == {"output", "collectives", "tables"}
-    _same_bytes(report, 2)
+    _same_bytes(report, places)
 
 
 def _same_bytes(report: Report, places: int) -> None:

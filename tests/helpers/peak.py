@@ -1,4 +1,4 @@
-"""The most memory that a training step really takes on a rank, as torch's profiler sees every allocation."""
+"""The most memory that a step really takes on a rank, as torch's profiler sees every allocation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch.profiler import ProfilerActivity, profile
 from autopar._torch import local_of
 from autopar.bundle import Bundle
 from autopar.memory import Place
-from autopar.memory.place import SUMS, WEIGHTS
+from autopar.memory.place import OUTPUTS, SUMS, WEIGHTS
 from tests.helpers.ranks import living
 
 STEPS, MORE_STEPS = 3, 40
 """Steps of which the least is taken, and how many at most while some rank took more than it may: threads of gloo let go
 of what they have sent when they are next scheduled, which may be after a short step is over."""
 STATE = ("weights", "master", "optimizer", "buffers", "inputs")  # there before a step begins
-STEP = ("forward", "backward", WEIGHTS, SUMS)
+STEP = ("forward", "backward", WEIGHTS, SUMS, OUTPUTS)
 
 
 def allocations(body: Callable[[], Any]) -> list[int]:
@@ -65,13 +65,16 @@ def is_counted(
 def counted_on_rank(
     bundle: Bundle, weights: dict[str, Tensor], batch: dict[str, Tensor], may_take: Sequence[float] | None = None
 ) -> int:
-    """The peak of forward and backward on one rank, beside what rests at the start of a step, in bytes. `may_take`:
-    that of each rank at most."""
+    """The peak of forward and backward, or of a forward alone, on one rank, beside what rests at the start of a
+    step, in bytes. `may_take`: that of each rank at most."""
     module = bundle.build(weights)
     inputs = module.shard_batch(**batch)
 
     def step() -> None:
-        module.train_step(*inputs)
+        if bundle.plan.mode == "train":
+            module.train_step(*inputs)
+        else:
+            module(*inputs)
 
     most = math.inf if may_take is None else may_take[dist.get_rank()]
     peaks: list[int] = []

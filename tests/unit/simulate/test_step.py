@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.memory import predict
+from autopar.memory import memory_of, predict
 from autopar.pipeline.makespan import step_s
 from autopar.pipeline.orders import StageTime, orders
 from autopar.pipeline.schedules import SCHEDULES
@@ -117,6 +117,16 @@ def test_memory_over_time_peaks_where_memory_does(schedule: str, places: int, vi
         )
         assert place.memory[-1][1] == pytest.approx(memory.rest_bytes, rel=0.05)
     assert found.peak_bytes == pytest.approx(wanted.peak_bytes)
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_outputs_of_inference_are_there_at_the_end(places: int) -> None:
+    who = subject("gpt", "inference")
+    made = by_stages(who, (1,), "single", places, 4, "gpipe")
+    found = simulate(who.captured.gm, made)
+    for place, memory in zip(found.places, memory_of(who.captured.gm, made).places, strict=True):
+        assert place.peak_bytes == pytest.approx(memory.peak_bytes)
+        assert place.memory[-1] == (found.step_s, pytest.approx(memory.phases["outputs"]))
 
 
 def test_sums_of_one_bucket_begin_where_the_last_backward_of_the_first_stage_ends() -> None:

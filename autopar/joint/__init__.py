@@ -101,7 +101,8 @@ def fastest(context: SearchContext, **about: Any) -> Plan:
         made = compared(context, anywhere(context, **about), best)
         if context.request.recipe is not None:
             return made
-        return _with_bound(context, replace(made, notes=(*made.notes, *_indivisible_batch(context))), proof)
+        made = replace(made, notes=(*made.notes, *_indivisible_batch(context)))
+        return made if _without_proof(context, made) else _with_bound(context, made, proof)
 
 
 def anywhere(context: SearchContext, **about: Any) -> Plan:
@@ -123,11 +124,16 @@ def with_proof(context: SearchContext, made: Plan, bound_s: float) -> Plan:
     """`made`, a plan within the memory limit of `context`, with a lower bound: `bound_s`, which holds for all plans
     within that limit or a larger one, or a higher one where the request wants a proof. Plans of a named recipe are
     returned as they are."""
-    if context.request.recipe is not None:
+    if context.request.recipe is not None or _without_proof(context, made):
         return made
     step_s = made.predicted.step_s
     proven = proven_s(context, step_s, _one_stage_mesh(made)) if context.request.prove else 0.0
     return replace(made, predicted=replace(made.predicted, bound_s=min(step_s, max(bound_s, proven))))
+
+
+def _without_proof(context: SearchContext, made: Plan) -> bool:
+    """Whether the bound of `made` stays the least work: proofs for inference are of one stage and one microbatch."""
+    return made.pipelined and not context.request.settings.training
 
 
 def _one_stage_mesh(made: Plan) -> tuple[int, ...] | None:

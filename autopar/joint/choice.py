@@ -18,7 +18,7 @@ from autopar.joint.inside import cut_inside
 from autopar.joint.own_layouts import each_apart
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape
-from autopar.joint.spaces import FREE, SEARCH, Space, asked, of_recipe
+from autopar.joint.spaces import FORWARD, FREE, NAIVE, Space, asked, of_recipe
 from autopar.joint.staging import Found
 from autopar.plan import Alternative, Plan, Predicted
 from autopar.recipes.pipelines import PIPELINES
@@ -26,19 +26,23 @@ from autopar.text import seconds, times
 
 
 def best(context: SearchContext, **about: Any) -> Plan:
-    """The fastest plan within the memory limit of `context`. Raises InfeasibleError when nothing fits at all."""
+    """The fastest plan within the memory limit of `context`. Of inference it is one of one stage and one microbatch if
+    any of these fits, as no price has what it takes to tell outputs to all places. Raises InfeasibleError when nothing
+    fits at all."""
     request, timer = context.request, context.timer
     if request.recipe in PIPELINES:
         return staged(context, [asked(PIPELINES[request.recipe], context)], None, about)
     flat, failed = None, None
-    several = request.recipe is None and request.search == "ilp" and request.settings.training
-    begun = [Explorer(context, space, math.inf, timer.ends_at) for space in FREE]
-    first = begun[FREE.index(SEARCH)]
-    if context.on_devices is None and not request.cluster.parts:  # where nothing is proven
+    several = request.recipe is None and request.search == "ilp"
+    competes = several and request.settings.training
+    free = FREE if request.settings.training else (FORWARD, NAIVE)
+    begun = [Explorer(context, space, math.inf, timer.ends_at) for space in free]
+    first = begun[0]
+    if competes and context.on_devices is None and not request.cluster.parts:  # where something is proven of pipelines
         first.quick_s = context.quick_s or BackgroundProof(context).quick_s
     elsewhere = (
         bestfirst.Elsewhere(lambda known_s: NEARER * _probed(begun, known_s), first.searched, context.answered)
-        if several
+        if competes
         else None
     )
     try:
@@ -47,12 +51,12 @@ def best(context: SearchContext, **about: Any) -> Plan:
         )
     except InfeasibleError as error:
         failed = error
-    if not several:
-        if flat is None:
-            raise failed or AssertionError("no plan, and no reason")
+    if not several and failed is not None:
+        raise failed
+    if flat is not None and not competes:
         return flat
     named = [recipe for recipe in PIPELINES.values() if recipe.fits(context.whole.program)]
-    spaces = [*FREE, *map(of_recipe, named)]
+    spaces = [*free, *(map(of_recipe, named) if competes else ())]
     try:
         return staged(context, spaces, flat, about, begun)
     except InfeasibleError as error:

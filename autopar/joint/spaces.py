@@ -147,6 +147,10 @@ NAIVE = Space("naive", _anything, (Kind("naive"),), axes=3)
 """One microbatch on several places, which run one after the other: where every microbatch costs much to start, or the
 batch cannot be cut into any."""
 
+FORWARD = replace(SEARCH, kinds=(Kind("gpipe"), Kind("looped_bfs", 2)))
+"""SEARCH for inference, which runs all microbatches through a stage before the next one, whatever the schedule
+(pipeline.orders.lines_of)."""
+
 FREE = (SEARCH, NAIVE)
 """The spaces of the free search. Each named pipeline is part of one of them."""
 

@@ -13,7 +13,7 @@ import pytest
 from autopar.bestfirst import PRICE_TOLERANCE
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
-from autopar.joint import explore
+from autopar.joint import explore, plan
 from autopar.joint.background_proof import BackgroundProof
 from autopar.joint.choice import _one_stage_is_best, _simpler_plan_note
 from autopar.joint.effort import Effort
@@ -23,10 +23,12 @@ from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
 from autopar.joint.staging import Found
+from autopar.onestage import plan as one_stage
 from autopar.problem.remat import LEVELS
 from autopar.problem.settings import Settings
 from autopar.request import Request
 from autopar.timer import Timer
+from tests.helpers.planned import BATCH, graph
 from tests.helpers.verify import by_recipe, subject
 from tests.helpers.walks import result
 
@@ -312,3 +314,15 @@ def test_shapes_that_a_quick_look_proves_to_be_slower_are_not_visited(
     assert looks == looked and {shape.places for shape in walk.found} == visited
     assert len(walk.found) == 2 * len(visited)
     assert {shape.places for shape, floor_s in walk.proven.items() if floor_s == 1.2} == ({2} if looked else set())
+
+
+def test_inference_that_fits_no_plan_of_one_stage_gets_a_pipeline_or_microbatches() -> None:
+    """It was refused, though recipes of pipelines fit. Its bound is the least work."""
+    request = Request(Cluster.parse("h100:1x2"), Settings("inference"), memory_bytes=200e6)
+    hints, model = {"b": 16 * BATCH}, {"model": "stack", "graph_hash": "0" * 64}
+    with pytest.raises(InfeasibleError):
+        one_stage(graph(), hints, request, **model)
+    made = plan(graph(), hints, request, **model)
+    named = plan(graph(), hints, dataclasses.replace(request, recipe="gpipe"), **model)
+    assert made.pipelined and made.predicted.memory_bytes <= 200e6
+    assert 0 < made.predicted.bound_s <= made.predicted.step_s <= named.predicted.step_s * (1 + 1e-9)

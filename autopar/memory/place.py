@@ -368,12 +368,12 @@ class Holding:
             nbytes = self.profiles[peak.stage].weights_bytes
             found.append(Entry("temporaries", "gradients of weights", "", nbytes))
         else:
-            what, nbytes = {
+            what, bytes_of = {
                 SUMS: ("gradient sums", lambda: self.sums.after_bytes),
                 UPDATE: ("temporaries", self.update_bytes),
                 OUTPUTS: ("activations", lambda: self.shares.outputs_bytes),
             }[peak.phase]
-            found.append(Entry(what, peak.phase, "", nbytes(), 1, ALWAYS, ALWAYS))
+            found.append(Entry(what, peak.phase, "", bytes_of(), 1, ALWAYS, ALWAYS))
         return tuple(sorted(_merged(found), key=lambda e: -e.nbytes))
 
 

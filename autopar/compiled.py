@@ -17,6 +17,7 @@ from autopar.bundle import Bundle
 from autopar.errors import PlanError, RunError
 from autopar.plan import Plan
 from autopar.runtime import GradScaler, ShardedModule
+from autopar.runtime.mesh import device_here
 from autopar.runtime.rank0_weights import check_program, from_first
 from autopar.runtime.rng import new_seed
 from autopar.runtime.shared_results import together
@@ -84,11 +85,10 @@ class Compiled:
 
         It has the weights and constants that the model has on rank 0. Its random numbers follow from a seed that rank 0
         drew from torch's generator when this object was made. Raises RunError when the number of ranks is not the
-        plan's, and when ranks have different plans.
+        plan's, when ranks have different plans, and where there are no devices of the plan's kind.
         """
         check_uncompiled()
-        kind, constants = self.plan.device_kind, self.bundle.constants
-        device = torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+        device, constants = device_here(self.plan.device_kind), self.bundle.constants
         check_program(self.source, f"{self.plan.strategy} on mesh {self.plan.grid} of {self.plan.model}", device)
         held, seed = from_first(
             {**constants, **{n: t for n, t in (self._weights or {}).items() if isinstance(t, torch.Tensor)}},

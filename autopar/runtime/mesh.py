@@ -31,6 +31,19 @@ def _grow_segments() -> None:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
+def device_here(kind: str) -> torch.device:
+    """The device of this rank, of that kind. Raises RunError where this machine has none."""
+    if kind == "cpu":
+        return torch.device(kind)
+    if not torch.accelerator.is_available():
+        raise RunError(
+            f"the plan is for {kind} devices, and torch finds none here: its module, parameters and steps are for "
+            "machines that have them. `autopar verify` and `autopar run` take a saved plan to CPU ranks; to train on "
+            'CPUs, plan for them (cluster "cpu:1x4"). plan, source, save() and verify() work everywhere'
+        )
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
 def sends_from_host(device_type: str, group: dist.ProcessGroup | None = None) -> bool:
     """Whether ranks of `group` (None: all) have tensors on GPUs and can only send host memory to each other:
     point-to-point transfers of gloo, unlike its collectives, read GPU memory as if it were the host's, which crashes
@@ -216,11 +229,7 @@ class Mesh:
     @property
     def device(self) -> torch.device:
         """The device of this rank."""
-        return (
-            torch.device(self.device_type, torch.accelerator.current_device_index())
-            if self.device_type != "cpu"
-            else torch.device("cpu")
-        )
+        return device_here(self.device_type)
 
     def span(self, size: int, axes: Sequence[int]) -> tuple[int, int]:
         """`[start, stop)` of this rank's chunk of `size` cut by `axes`, major first."""

@@ -339,6 +339,14 @@ def test_errors_inside_of_properties_are_their_own(compiled: autopar.Compiled) -
         broken.plan  # noqa: B018
 
 
+def test_a_plan_for_devices_that_are_not_here_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was torch's "Cannot access accelerator device when none is available"."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    planned = autopar.compile(Model(), "h100:1x2", (torch.zeros(16, 8), torch.zeros(16, 8)), recipe="tp")
+    with pytest.raises(autopar.RunError, match=r"is for cuda devices, and torch finds none here.*`autopar run`"):
+        planned.parameters()
+
+
 @pytest.mark.parametrize("name", ["compile", "diff", "load"])
 def test_docstrings_name_every_argument_and_error(name: str) -> None:
     function = getattr(autopar, name)

@@ -159,9 +159,13 @@ def _divides_blocks(plan: Plan) -> bool:
 def _none_fits(context: SearchContext, spaces: Sequence[Space], known_s: float, why: str) -> InfeasibleError:
     """The error where no plan of `spaces` fits, or none is faster than `known_s`."""
     faster = f" and is faster than {seconds(known_s)}" if known_s < math.inf else ""
-    return InfeasibleError(
-        f"none of {', '.join(space.name for space in spaces)} fits {context.request.cluster.label}{faster}: {why}"
+    longer = (
+        f"; with a longer time limit than {context.timer.limit_s:g} s there may be one that does"
+        if context.timer.hurried and not faster
+        else ""
     )
+    names = ", ".join(space.name for space in spaces)
+    return InfeasibleError(f"none of {names} fits {context.request.cluster.label}{faster}: {why}{longer}")
 
 
 def _own_layouts_factor(context: SearchContext) -> float:

@@ -13,6 +13,7 @@ import pytest
 from autopar import timer
 from autopar.bestfirst import Elsewhere
 from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError
 from autopar.joint import UNPROVEN, background_proof, fastest
 from autopar.joint.explore import Explorer
 from autopar.joint.search_context import SearchContext
@@ -110,6 +111,14 @@ def test_what_is_found_in_no_time_at_all_splits_the_work() -> None:
     made = fastest(SearchContext(graph(), {"b": 4 * BATCH}, request), model="stack", graph_hash="0" * 64)
     tried = {row.name: row.step_s for row in made.alternatives}
     assert made.strategy != "single" and "single" not in tried, (made.strategy, tried)
+
+
+def test_a_pipeline_that_no_time_was_left_for_is_not_said_to_fit_nowhere() -> None:
+    request = Request(Cluster.parse("h100:1x4"), recipe="1f1b", time_limit_s=1e-6)
+    with pytest.raises(
+        InfeasibleError, match=r"time was up .*; with a longer time limit than 1e-06 s there may be one"
+    ):
+        fastest(SearchContext(graph(), {"b": 4 * BATCH}, request), model="stack", graph_hash="0" * 64)
 
 
 @pytest.mark.parametrize("space", FREE, ids=lambda space: space.name)

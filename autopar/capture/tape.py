@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import memory_of, pytree
-from autopar.capture._torch import functions_applied, past_modes, tracing, vmap_replaced
+from autopar.capture._torch import functions_applied, masks_unread, past_modes, tracing, vmap_replaced
 from autopar.capture.assigned import assigned, buffers_of, why_unlike
 from autopar.capture.block_runs import INNER
 from autopar.capture.by_tensor import ByTensor
@@ -126,7 +126,7 @@ def played(
         ):
             if isinstance(leaf, torch.Tensor):
                 tape.begin(leaf, ("attribute", name, i))
-    with torch.no_grad(), valueless(), tracing(), on_meta():
+    with torch.no_grad(), valueless(), tracing(), masks_unread(), on_meta():
         tape.held()
         args, kwargs = fake(inputs)
         for i, leaf in enumerate(tensors_of((args, kwargs))):

@@ -188,6 +188,12 @@ def test_a_mask_of_an_encoder_is_seen_to_be_causal() -> None:
     assert [node.args[3:] for node in calls] == [(None, 0.0, True)]
 
 
+def test_masks_of_a_decoder_are_not_looked_at_in_evaluation_either() -> None:
+    """A decoder asks whether its mask is causal: models that gave one trained and were refused in evaluation."""
+    found = subject("encoder and decoder with masks").captured.evaluation
+    assert not found.why and not found.differs
+
+
 @pytest.mark.parametrize(
     ("name", "how"),
     [

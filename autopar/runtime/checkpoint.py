@@ -56,7 +56,12 @@ def load_full(
         f"{h.name}: got {_described(value)}, wanted {h.info.shape}"
         for h in held
         if (value := found[h.name]) is not None
-        and (not isinstance(value, Tensor) or value.is_meta or tuple(value.shape) != h.info.shape)
+        and (
+            not isinstance(value, Tensor)
+            or isinstance(value, DTensor)
+            or value.is_meta
+            or tuple(value.shape) != h.info.shape
+        )
     ]
     if missing or unknown or wrong:
         raise _does_not_fit(missing, unknown, wrong)
@@ -95,6 +100,8 @@ def _described(value: Any) -> str:
     """A value of a state dict, in words for an error."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
+    if isinstance(value, DTensor):
+        return "a DTensor, which load_state_dict() takes"
     return f"{tuple(value.shape)}{' on the meta device, without values' if value.is_meta else ''}"
 
 
@@ -122,7 +129,7 @@ def unsection(local: Tensor, h: Held, mesh: Mesh) -> Tensor:
     """`local`, this rank's part of a parameter that rests in sections, as a DTensor with its rows in original order; a
     collective operation."""
     moved = relayout(local.detach().to(mesh.device), h.info.entries, plain(h.info.entries), h.info.shape, mesh, h.name)
-    return distribute(moved.contiguous(), h.info.shape, plain(h.info.entries), mesh)
+    return distribute(moved.contiguous(), h.info.shape, plain(h.info.entries), mesh, model_order=True)
 
 
 def install(
@@ -174,8 +181,9 @@ def at_rest(value: Tensor, h: Held, mesh: Mesh) -> Tensor:
         return distribute(local, h.info.shape, h.info.entries, mesh)
     _check_own(value, h)
     if h.info.sectioned:
-        wanted = distribute(torch.empty_like(h.local), h.info.shape, plain(h.info.entries), mesh)
+        wanted = distribute(torch.empty_like(h.local), h.info.shape, plain(h.info.entries), mesh, model_order=True)
         assert isinstance(wanted, DTensor), "a mesh with DTensor parameters has a device mesh"
+        check_order(value, h.name, mesh)
         if value.device_mesh != wanted.device_mesh:
             raise RunError(
                 f"{h.name}: the loaded tensor lies on another mesh; load a state dict with whole tensors, or through "
@@ -192,6 +200,18 @@ def at_rest(value: Tensor, h: Held, mesh: Mesh) -> Tensor:
     else:
         return value
     return distribute(local, h.info.shape, h.info.entries, mesh)
+
+
+def check_order(value: DTensor, name: str, mesh: Mesh) -> None:
+    """Raise RunError where `value`, of a weight that rests in another order than the model's, may be in that order:
+    it was made of the parameter, or on its mesh, and not of what `state_dict()` gave."""
+    if value.device_mesh == mesh.device_mesh:
+        raise RunError(
+            f"{name}: the weight rests in another order than the model's, and so does what is loaded if it was made of "
+            "parameters() (an average of weights, the optimizer's own state). Copy it into the parameter "
+            "(`param.data.copy_(value)` for each of named_parameters()), make it of what state_dict() or "
+            "optimizer_state_dict() gives, or load whole tensors (load_full)"
+        )
 
 
 def part_of_another(value: DTensor) -> int | None:

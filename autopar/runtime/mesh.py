@@ -205,6 +205,20 @@ class Mesh:
         return tuple(found)
 
     @cached_property
+    def model_order(self) -> DeviceMesh | None:
+        """Another mesh of torch's with the same ranks and groups, for values in the model's order of weights that rest
+        in another one: torch refuses operators of tensors on unlike meshes, where rows of both orders would be mixed
+        in silence."""
+        here = self.device_mesh
+        if here is None or here.mesh_dim_names is None:
+            return None
+        names = tuple(f"{name}, rows in the model's order" for name in here.mesh_dim_names)
+        groups = [here.get_group(axis) for axis in range(here.ndim)]
+        return DeviceMesh.from_group(
+            groups if len(groups) > 1 else groups[0], self.device_type, here.mesh, mesh_dim_names=names
+        )
+
+    @cached_property
     def groups(self) -> tuple[dist.ProcessGroup | None, ...]:
         """The process group of this rank along each axis; None on axes that need none."""
         device_mesh = self.device_mesh
@@ -259,7 +273,7 @@ class Mesh:
     def forget(self) -> None:
         """Drop the process groups."""
         self._world = None
-        for name in ("device_mesh", "coord", "groups", "behind_groups", "pipeline_group"):
+        for name in ("device_mesh", "model_order", "coord", "groups", "behind_groups", "pipeline_group"):
             self.__dict__.pop(name, None)
 
 

@@ -95,6 +95,7 @@ class ShardedModule(ModuleState):
         self._narrow = is_narrow(self.declared().values())
         self._watch()
         partial_numbers.watch(self.MESH.device_mesh)
+        partial_numbers.watch(self.MESH.model_order)
         host_state.install(self)
         all_at_once.install(self)
         clipping.watch(self.MESH)

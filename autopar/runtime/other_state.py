@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import RunError
 from autopar.layout import Entry, Layout, dim_of, is_placed, is_shard, sections_of, shard
-from autopar.runtime.checkpoint import plain
+from autopar.runtime.checkpoint import check_order, plain
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
 from autopar.runtime.params import Held, distribute
@@ -37,7 +37,7 @@ def saved(key: str, value: Tensor, h: Held, mesh: Mesh) -> Tensor:
     if not h.info.sectioned:
         return value
     rests = _layout(key, value, h)
-    return value if rests == plain(rests) else _moved(value, rests, plain(rests), h, mesh)
+    return value if rests == plain(rests) else _moved(value, rests, plain(rests), h, mesh, model_order=True)
 
 
 def loaded(key: str, value: Tensor, h: Held, mesh: Mesh) -> Tensor:
@@ -45,14 +45,17 @@ def loaded(key: str, value: Tensor, h: Held, mesh: Mesh) -> Tensor:
     if not isinstance(value, DTensor) or not h.info.sectioned:
         return value
     rests = _layout(key, value, h)
-    return value if rests == plain(rests) else _moved(value, plain(rests), rests, h, mesh)
+    if rests == plain(rests):
+        return value
+    check_order(value, h.name, mesh)
+    return _moved(value, plain(rests), rests, h, mesh, model_order=False)
 
 
-def _moved(value: DTensor, source: Layout, target: Layout, h: Held, mesh: Mesh) -> Tensor:
+def _moved(value: DTensor, source: Layout, target: Layout, h: Held, mesh: Mesh, *, model_order: bool) -> Tensor:
     """`value`, which lies as `source`, as a DTensor of what lies as `target`."""
     shape = tuple(value.shape)
     local = relayout(value.to_local().detach().to(mesh.device), source, target, shape, mesh, h.name)
-    return distribute(local.contiguous(), shape, target, mesh)
+    return distribute(local.contiguous(), shape, target, mesh, model_order=model_order)
 
 
 def _layout(key: str, value: DTensor, h: Held) -> Layout:

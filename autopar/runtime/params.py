@@ -2,9 +2,9 @@
 
 A parameter is a DTensor on the whole mesh under its original name. A layout with sections (`S0/3`) has no DTensor
 placement that is safe (strided shards lose their order when two meet, and checkpoints refuse them), so such a parameter
-is a plain `Shard` of the *rank-major reordering* of the global tensor; checkpoint.py undoes it at every door. One that
-rests on a single coordinate (`O1`) is a `Shard(0)` whose rows all lie there, which DTensor has no name for either: the
-same doors move it.
+is a plain `Shard` of the *rank-major reordering* of the global tensor; checkpoint.py undoes it at every door, behind
+which values lie on another mesh (Mesh.model_order). One that rests on a single coordinate (`O1`) is a `Shard(0)` whose
+rows all lie there, which DTensor has no name for either: the same doors move it.
 """
 
 from __future__ import annotations
@@ -230,24 +230,26 @@ def placements(layout: Layout) -> tuple[Placement, ...]:
     )
 
 
-def distribute(local: Tensor, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Tensor:
-    """`local` as a DTensor of global `shape`; as it is where the mesh is one rank without torch.distributed."""
-    if mesh.device_mesh is None:
+def distribute(
+    local: Tensor, shape: tuple[int, ...], layout: Layout, mesh: Mesh, *, model_order: bool = False
+) -> Tensor:
+    """`local` as a DTensor of global `shape`; as it is where the mesh is one rank without torch.distributed.
+    `model_order`: its rows are in the model's order, and those of its weight at rest are not."""
+    on = mesh.model_order if model_order else mesh.device_mesh
+    if on is None:
         return local
     stride = torch.empty(shape, device="meta").stride()
     if local.device.type != mesh.device_type:  # from_local would bring it to the device
         like = DTensor.from_local(
             local.new_empty(0, device=mesh.device),
-            mesh.device_mesh,
+            on,
             placements(layout),
             run_check=False,
             shape=torch.Size(shape),
             stride=stride,
         )
         return wrap_like(local, like)
-    return DTensor.from_local(
-        local, mesh.device_mesh, placements(layout), run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    return DTensor.from_local(local, on, placements(layout), run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def empty(name: str, info: Param, mesh: Mesh, *, buffer: bool) -> Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import functional as F
 
 import autopar
@@ -59,6 +60,50 @@ def _written(recipe: str, folder: str) -> tuple[str, list[str]]:
         messages.append(said(step))
     assert torch.equal(made.full_state_dict()["up.weight"], before)
     return made.module.declared()["up.weight"].layout, messages
+
+
+def _mixed() -> tuple[str, list[str]]:
+    """One rank: what is said where values of parameters are loaded, and mixed with those of the state dict; and the
+    state dict itself is loaded, and averaged with another one."""
+    torch.manual_seed(0)
+    batch = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
+    made = autopar.compile(Gated(), "cpu:1x2", batch, recipe="megatron", time_limit_s=5.0)
+    optimizer = torch.optim.AdamW(made.parameters())
+    made.train_step(*made.shard_batch(*batch))
+    optimizer.step()
+    before = made.full_state_dict()
+    own = {name: param.detach().clone() for name, param in made.named_parameters()}
+    averages = copy.deepcopy(made.state_dict())
+    with pytest.raises(RuntimeError, match="rows in the model's order"):
+        averages["up.weight"].lerp_(own["up.weight"], 0.5)
+    with pytest.raises(RuntimeError, match="of which each rank has a part"):
+        float(averages["up.weight"].norm())
+    moments = get_optimizer_state_dict(made.module, optimizer)
+    messages = [
+        said(lambda: made.load_state_dict(own)),
+        said(lambda: made.load_full(own)),
+        said(lambda: made.load_optimizer_state_dict(optimizer, moments)),
+    ]
+    torch._foreach_lerp_([*averages.values()], [*made.state_dict().values()], 0.5)
+    made.load_state_dict(averages)
+    made.load_optimizer_state_dict(optimizer, made.optimizer_state_dict(optimizer))
+    after = made.full_state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    for name, param in made.named_parameters():
+        param.data.copy_(own[name])
+    after = made.full_state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    return made.module.declared()["up.weight"].layout, messages
+
+
+def test_values_of_parameters_are_not_taken_for_those_of_a_state_dict() -> None:
+    """An average of weights that was made of `parameters()` had the rows of weights that rest in sections in their
+    order: load_state_dict took them for the model's, in silence, and so did operators with values of state dicts and
+    load_optimizer_state_dict of what torch's function gives."""
+    for rests, (loaded, whole, moments) in on_ranks(2, _mixed):
+        assert rests == "S0/2" and "up.weight: got a DTensor, which load_state_dict() takes" in whole
+        for message in (loaded, moments):
+            assert "up.weight: the weight rests in another order than the model's" in message
 
 
 @pytest.mark.parametrize(("recipe", "layout"), [("megatron", "S0/2"), ("zero3", "S0")])

@@ -253,8 +253,8 @@ def _by_stages(source: str, rank_case: RankCase, wanted: Results) -> tuple[float
 
 
 def test_leaves_of_stages_are_gathered_one_stage_after_the_other() -> None:
-    """Each place has two stages, of which the last one of all has no leaves. Each began its first buckets with the step:
-    those of the second one were in front of the rest of the first one's."""
+    """Each place has two stages, of which the last one of all has no leaves. Each began its first buckets with the
+    step: those of the second one were in front of the rest of the first one's."""
     who = subject("gpt")
     case = who.case(by_stages(who, (2,), "zero1", 2, 4, "interleaved_1f1b", 2))
     gaps, buckets = zip(*living(4).run(_by_stages, case.source(), case.rank_case, case.reference()), strict=True)

@@ -204,8 +204,9 @@ def answer(name: str) -> Answer:
         except InfeasibleError as error:
             return str(error)
 
+    found = planned(None)
     return Answer(
-        read(graph.gm, hints, training=True, device=cluster.device.kind),
-        planned(None),
+        read(graph.parted(found.parted).gm, hints, training=True, device=cluster.device.kind),
+        found,
         {recipe: tried(recipe) for recipe in row.beside},
     )

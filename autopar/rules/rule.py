@@ -99,17 +99,20 @@ class Rule:
         )
         second = self.also(call)
         found += [option for option in options(second, call, ways) if option.run] if second else []
+        return self.cutting(call, found)
+
+    def cutting(self, call: Call, found: Sequence[Option]) -> list[Option]:
+        """Options of `call`, with the share of its work that each cuts (Option.cuts). Raises RuleError where `partly`
+        gives something else."""
         shares = {factor: share(call) for factor, share in self.partly.items()}
         if wrong := [factor for factor, share in shares.items() if not 0.0 <= share <= 1.0]:
             raise RuleError(
                 f"rule {self.text(call)!r} for {call.target}: partly[{wrong[0]!r}] gave {shares[wrong[0]]}, wanted the "
                 "share of the work that it cuts, from 0 to 1"
             )
-        return (
-            [replace(option, cuts=shares.get(option.factor.partition("/")[0], 1.0)) for option in found]
-            if shares
-            else found
-        )
+        if not shares:
+            return list(found)
+        return [replace(option, cuts=shares.get(option.factor.partition("/")[0], 1.0)) for option in found]
 
     def _check_linear(self, linear: str, call: Call | None = None) -> None:
         """Raise RuleError unless `linear` is well-formed, and where `call` is given names only operands that it has."""

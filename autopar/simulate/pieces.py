@@ -23,6 +23,7 @@ from autopar.problem.graph import Op
 from autopar.problem.op_algorithms import Wait
 from autopar.problem.prices import Prices
 from autopar.problem.settings import Settings
+from autopar.rules import rule_for
 from autopar.rules.site import InnerCollective, Site
 
 COMPUTE = -1
@@ -67,7 +68,9 @@ class Pieces:
 
     def operator(self, op: Op, node: NodePlan) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
         """One run of an operator: forward, and backward (nothing where there is no gradient)."""
-        chosen = options(node)
+        chosen, rule = options(node), rule_for(op.call.target)
+        if rule is not None:  # plans do not say which share of the work is cut
+            chosen = tuple(rule.cutting(op.call, chosen))
         (whole_s, forward_s), (work_s, forward_work_s) = (
             [kind.op_s(op, chosen) / op.count for kind in kinds] for kinds in (self._all[Prices], self._all[_Work])
         )

@@ -35,6 +35,7 @@ The proof:
     background_proof  the proof in a second process while the search runs
     claim_board       the claims in memory that both processes share
     shape_bounds      lower bounds of the plans of one shape
+    weighing          weights of these bounds for one timetable
     relaxed           the Lagrangian relaxation of a step: a Problem with additive costs
     block_chains      reshards between blocks that may have layouts of their own, divided between these
     relaxed_steps     relaxed steps of one stage, of a timetable and of one place

@@ -75,7 +75,7 @@ class Room:
         """The bound of several microbatches, under any timetable: those first that are likely to be the shortest."""
         parts, found = list(self._parts_of(here, hosted=hosted)), math.inf
         for table in sorted(here.tables, key=lambda table: (not table.schedule.splits_backward, -table.stages)):
-            step = self._step(table, here.sends_s(table))
+            step = self._step(table, here.weighing.sends_s(table))
             least_s = step.least_s(parts)
             if least_s < found:
                 found = min(found, max(least_s, _whole_s(parts, step, least_s)))

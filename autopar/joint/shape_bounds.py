@@ -11,12 +11,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
-from autopar.bare_plan import bare_plan
-from autopar.cost.comm import collective_s
 from autopar.errors import InfeasibleError
 from autopar.joint.effort import CLOSEST, Effort
 from autopar.joint.pricing import Pricing
@@ -28,8 +25,9 @@ from autopar.joint.remat_bounds import Again, agains
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shape_problems import Models
 from autopar.joint.shapes import Shape
-from autopar.joint.timetables import Timetable, flow_of
-from autopar.pipeline.makespan_bound import Example, Least, chain, least, mean
+from autopar.joint.timetables import Timetable
+from autopar.joint.weighing import Weighing
+from autopar.pipeline.makespan_bound import Example, Least, chain, mean
 from autopar.problem.build import Model
 from autopar.problem.pass_quantities import INPUTS, SHOWN
 from autopar.problem.pass_tables import BACKWARD, PASSES, PassTables
@@ -37,6 +35,9 @@ from autopar.problem.remat import rematerialised
 from autopar.problem.rerun import keepable
 from autopar.problem.step_shares import ForwardPrices
 from autopar.recipes.free import space
+
+REWEIGHED = 3
+"""How often at most the weights of a timetable are made closer, by the solutions that were met with those before."""
 
 
 def _cases_s(relaxed: Relaxed, cutoff_s: float, effort: Effort, met: Choices) -> float:
@@ -190,12 +191,23 @@ class Timed:
     def _closest_s(self, cutoff_s: float, effort: Effort, *, hosted: bool) -> float:
         """As `bound_s`, of one of the two bounds of `_either_s`."""
         mean_s, ways, met = self._open(cutoff_s, effort, hosted=hosted)
+        quick = not effort.cases
         mean_s = max(mean_s, self.whole_s(cutoff_s, effort, hosted=hosted) if mean_s < cutoff_s else 0.0)
         if mean_s >= cutoff_s:
             return mean_s
         found = math.inf
         for table, weights in ways:
-            found = min(found, self._bound_s(table, weights, min(found, cutoff_s), effort, list(met), hosted=hosted))
+            below_s, seen = min(found, cutoff_s), list(met)
+            least_s = self._bound_s(table, weights, below_s, effort, seen, hosted=hosted)
+            for _ in range(REWEIGHED):
+                examples = [self._example(choice, hosted=hosted) for choice in seen]
+                if least_s >= min([below_s, *((1 - BOUND_TOLERANCE) * weights.step_s(each) for each in examples)]):
+                    break
+                before, weights = weights, self.weights(table, examples, quick=quick)
+                if weights == before:
+                    break
+                least_s = max(least_s, self._bound_s(table, weights, below_s, effort, seen, hosted=hosted))
+            found = min(found, least_s)
         return max(mean_s, found) if ways else mean_s
 
     def whole_s(self, cutoff_s: float, effort: Effort = CLOSEST, *, hosted: bool = False) -> float:
@@ -252,8 +264,11 @@ class Timed:
         and the solutions met."""
         met: Choices = []
         mean_s = cut_s([self.mean(hosted=hosted)], cutoff_s, effort, met, self._cases)
-        ways = self._lengths(self._example(met[-1], hosted=hosted), quick=not effort.cases) if mean_s < cutoff_s else []
-        return mean_s, ways, met
+        if mean_s >= cutoff_s:
+            return mean_s, [], met
+        example = self._example(met[-1], hosted=hosted)
+        ways = [(table, self.weights(table, [example], quick=not effort.cases)) for table in self.tables]
+        return mean_s, sorted(ways, key=lambda way: way[1].step_s(example)), met
 
     def _bound_s(
         self, table: Timetable, weights: Least, cutoff_s: float, effort: Effort, met: Choices, *, hosted: bool
@@ -285,6 +300,17 @@ class Timed:
         """The relaxed step with these weights for any timetable, without memory limit."""
         micro = self.models.micro
         return timed(self.passing, micro, self.models, self.tables[0], weights, math.inf, hosted=hosted)
+
+    @cached_property
+    def weighing(self) -> Weighing:
+        """The weights of bounds for one timetable."""
+        return Weighing(self.context, self.shape, self.models.micro, self._slows)
+
+    def weights(self, table: Timetable, examples: Sequence[Example], *, quick: bool) -> Least:
+        """The weights of the best bound for mixtures of `examples`: under `table`, or on one place, or where places
+        share cores, for any timetable. `quick` as in makespan_bound."""
+        alike = self.shape.places == 1 or self.context.request.cluster.device.alone > 1
+        return self._plain if alike else self.weighing.of(table, examples, quick=quick)
 
     @property
     def _plain(self) -> Least:
@@ -344,56 +370,3 @@ class Timed:
     def _passing(self, model: Model) -> PassTables:
         """The quantities of passes for the Problem `model` of a microbatch."""
         return PassTables(model, self.models.forward, sums_at_end=True, between=self.between, linked=True)
-
-    @cached_property
-    def _crossing_bytes(self) -> list[list[float]]:
-        """For each cut (before each piece but the first), the least bytes that a rank sends of each value: sharded over
-        all ranks."""
-        micro, shape, context = self.models.micro, self.shape, self.context
-        some = [int(np.isfinite(node.cost_s).argmax()) for node in micro.problem.nodes]
-        plan, program = (
-            bare_plan(context.whole, context.mesh(shape), micro.decode(some), ""),
-            context.planner(shape.microbatches).program,
-        )
-        return [
-            [program.bytes_of(ref) / math.prod(shape.mesh) for ref in sends]
-            for sends in context.crossing(plan, shape.microbatches)[1:]
-        ]
-
-    def sends_s(self, table: Timetable) -> list[float]:
-        """For each stage but the last, the least seconds of a send to the next: over the positions of that cut which
-        leave every stage a piece."""
-        places, cuts, spare = (
-            self.context.grounds(self.shape)[0].places,
-            self._crossing_bytes,
-            len(self._crossing_bytes) - (table.stages - 1),
-        )
-        hops = [places.link(one, other) for one, other in pairwise(table.at)]
-        took_s = {
-            link: [sum(collective_s("send", nbytes, link) for nbytes in sends) for sends in cuts]
-            for link in dict.fromkeys(hops)
-        }
-        return [min(took_s[link][hop : hop + spare + 1]) for hop, link in enumerate(hops)]
-
-    def _lengths(self, example: Example, *, quick: bool) -> list[tuple[Timetable, Least]]:
-        """The timetables with the weights that bound their steps best for `example`, the shortest first. On one place,
-        or places that share cores, the mean over places. `quick` as in pipeline.makespan_bound."""
-        alike = self.shape.places == 1 or self.context.request.cluster.device.alone > 1
-        found = [
-            (
-                table,
-                self._plain
-                if alike
-                else least(
-                    flow_of(table.kind, table.places, table.microbatches),
-                    table.stages,
-                    table.microbatches,
-                    example,
-                    self.sends_s(table),
-                    self._slows,
-                    quick=quick,
-                ),
-            )
-            for table in self.tables
-        ]
-        return sorted(found, key=lambda way: way[1].step_s(example))

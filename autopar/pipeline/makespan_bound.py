@@ -11,9 +11,9 @@
     fixed  from the least seconds of each send
 
 The weights f, b, i, o, s are dual values of a linear program in which the seconds of every stage are free, and add up
-to F, B, I, O, S of an example. The seconds of a step are a convex and homogeneous function of those of its stages and
-sends, so that the tangent at one example is a lower bound for all others. Waiting of sends for each other on one link,
-and the host, are left out.
+to F, B, I, O, S of a mixture of examples. The seconds of a step are a convex and homogeneous function of those of its
+stages and sends, so that the tangent at one mixture is a lower bound for all others. Waiting of sends for each other on
+one link, and the host, are left out.
 """
 
 from __future__ import annotations
@@ -88,22 +88,23 @@ def least(
     flow: Flow,
     stages: int,
     microbatches: int,
-    example: Example,
+    examples: Sequence[Example],
     sends_s: Sequence[float] = (),
     slows: float = 0.0,
     *,
     quick: bool = False,
 ) -> Least:
-    """The weights for `flow` that give the highest bound for `example`. `sends_s`: the least seconds of a send between
-    each stage and the next (default: 0). `slows` as in `mean`. `quick`: only the first and the last microbatch wait."""
+    """The weights for `flow` that give the highest bound for all mixtures of `examples`. `sends_s`: seconds at
+    least of a send between each stage and the next (default: 0). `slows` as in `mean`. `quick`: only the first and the
+    last microbatch wait."""
     plain = mean(flow.places, microbatches, slows)
     wanted = range(len(flow.steps)) if len(flow.steps) <= MOST and not quick else outermost(flow)
     if len(wanted) > MOST:
         return plain
-    program = Program(stages, flow.places, example.forward_s + example.backward_s)
+    program = Program(stages, flow.places, examples[0].forward_s + examples[0].backward_s)
     program.order(flow, sends_s or (0.0,) * (stages - 1), wanted, slows)
-    found = _weights(program, example)
-    return found if found is not None and found.step_s(example) > plain.step_s(example) else plain
+    found = _weights(program, examples)
+    return max((plain, *([found] if found else [])), key=lambda each: min(map(each.step_s, examples)))
 
 
 def outermost(flow: Flow) -> frozenset[int]:
@@ -208,18 +209,27 @@ class Program:
         return solve(model, GLOP, integer=False, time_limit_s=20.0)
 
 
-def _weights(program: Program, example: Example) -> Least | None:
-    """The weights: dual values of the rows by which the stages add up to F, B, I, O and S of the example, lowered by
-    SLACK; None where the solver finds none."""
+def _weights(program: Program, examples: Sequence[Example]) -> Least | None:
+    """The weights: dual values of the rows by which the stages add up to F, B, I, O and S of the examples, in any
+    mixture, lowered by SLACK; None where the solver finds none."""
+    shares = program.columns(len(examples))
+    program.row([(share, 1.0) for share in shares], 1.0)
     wanted = (
-        (program.forward, example.forward_s),
-        (program.backward, example.backward_s),
-        (program.inputs, example.inputs_s),
-        (program.once, example.once_s),
-        (program.sums, example.sums_s),
+        (program.forward, [each.forward_s for each in examples]),
+        (program.backward, [each.backward_s for each in examples]),
+        (program.inputs, [each.inputs_s for each in examples]),
+        (program.once, [each.once_s for each in examples]),
+        (program.sums, [each.sums_s for each in examples]),
     )
     totals = [
-        program.row([(column, 1.0) for column in columns], seconds / program.unit_s) for columns, seconds in wanted
+        program.row(
+            [
+                *((column, 1.0) for column in columns),
+                *((share, -own_s / program.unit_s) for share, own_s in zip(shares, seconds, strict=True)),
+            ],
+            0.0,
+        )
+        for columns, seconds in wanted
     ]
     answer = program.solved()
     if answer.status != "optimal" or answer.dual is None:

@@ -168,7 +168,8 @@ def test_a_step_under_a_timetable_takes_as_long_at_least(name: str, cluster: str
     for choice in solutions(here.models.micro.problem, count=2):
         chosen = replace(base, solution=replace(base.solution, choice=choice))
         for here.in_sums in (False, True) if shape.places == 1 else (False,):
-            for table, weights in here._lengths(here._example(choice, hosted=False), quick=False):
+            for table in here.tables:
+                weights = here.weights(table, [here._example(choice, hosted=False)], quick=False)
                 took_s = lay(context, "", shape, table, ground, chosen, whole=True, shifts=False).step_s
                 relaxed = timed(here.passing, here.models.micro, here.models, table, weights, math.inf)
                 proven_s = least_s(relaxed, choice)

@@ -34,13 +34,13 @@ EXAMPLES = (
 SHARE = 0.2
 
 
-def _weights(kind: Kind, example: Example, sends_s: tuple[float, ...] = ()) -> Least:
+def _weights(kind: Kind, examples: tuple[Example, ...], sends_s: tuple[float, ...] = ()) -> Least:
     places, microbatches = SHAPES[kind]
     return least(
         flow_of(kind, places, microbatches),
         Timetable(kind, places, microbatches).stages,
         microbatches,
-        example,
+        examples,
         sends_s,
         SHARE,
     )
@@ -53,7 +53,8 @@ def test_no_stages_are_faster(kind: Kind, data: st.DataObject) -> None:
     places, microbatches = SHAPES[kind]
     table = Timetable(kind, places, microbatches)
     sends = data.draw(st.lists(SECONDS, min_size=table.stages - 1, max_size=table.stages - 1))
-    weights = _weights(kind, data.draw(st.sampled_from(EXAMPLES)), tuple(sends))
+    examples = data.draw(st.lists(st.sampled_from(EXAMPLES), min_size=1, max_size=3))
+    weights = _weights(kind, (*examples,), tuple(sends))
     draw = data.draw(st.lists(st.tuples(*[SECONDS] * 5), min_size=table.stages, max_size=table.stages))
     once = data.draw(st.lists(SECONDS, min_size=places, max_size=places))
     longer = data.draw(st.sampled_from([0.0, 0.5]))  # sends may take longer than they do at least
@@ -78,7 +79,7 @@ def test_all_that_are_searched_are_tested() -> None:
 def test_the_bubble_is_seen(kind: Kind) -> None:
     """More is proven than every place's share, and no more than the step of even stages."""
     places, microbatches = SHAPES[kind]
-    weights = _weights(kind, EXAMPLES[0])
+    weights = _weights(kind, EXAMPLES[:1])
     table = Timetable(kind, places, microbatches)
     third, split = 1 / table.stages, table.schedule.splits_backward
     even = StageTime(third, third, third, 0.0, 2 * third) if split else StageTime(third, 2 * third)
@@ -94,11 +95,11 @@ def test_sums_that_nothing_overlaps_are_seen() -> None:
     example = Example(1.0, 2.0, 0.0, 0.0, 60.0)
     even = StageTime(1 / 3, 2 / 3, summing=Summing(20.0, 20.0 - 2 / 3, 0.0, SHARE))
     took_s = max(Timetable(Kind("1f1b"), *SHAPES[Kind("1f1b")]).ends_s([even] * 3, whole=True))
-    assert 24.0 < _weights(Kind("1f1b"), example).step_s(example) < took_s
+    assert 24.0 < _weights(Kind("1f1b"), (example,)).step_s(example) < took_s
 
 
 def test_one_stage_on_each_place_waits_for_the_first_and_the_last() -> None:
-    weights = _weights(Kind("1f1b"), Example(1.0, 2.0, 0.0, 0.0))
+    weights = _weights(Kind("1f1b"), (Example(1.0, 2.0, 0.0, 0.0),))
     assert weights.step_s(Example(1.0, 2.0, 0.0, 0.0)) == pytest.approx(3 * (3 + 4 - 1) / 3, rel=1e-4)
 
 
@@ -106,7 +107,18 @@ def test_a_microbatch_waits_for_its_sends() -> None:
     """Three places: the first microbatch is sent twice before the last place begins, the last one twice back before the
     first one ends; and some in between are waited for, too."""
     example, sends = Example(1.0, 2.0, 0.0, 0.0), (0.01, 0.02)
-    plain_s, sent_s = (_weights(Kind("1f1b"), example, sent).step_s(example) for sent in ((), sends))
+    plain_s, sent_s = (_weights(Kind("1f1b"), (example,), sent).step_s(example) for sent in ((), sends))
     even = [StageTime(1 / 3, 2 / 3, send_s=sent) for sent in (*sends, 0.0)]
     took_s = max(Timetable(Kind("1f1b"), *SHAPES[Kind("1f1b")]).ends_s(even, whole=True))
     assert plain_s + 2 * sum(sends) <= sent_s * (1 + 1e-5) <= took_s * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_weights_of_several_examples_say_most_of_the_one_that_takes_least(kind: Kind) -> None:
+    """One keeps its forward short, one its backward: the weights of either say little of the other."""
+    examples = Example(0.5, 2.5, 1.0, 0.0, 1.0), Example(1.6, 1.3, 0.6, 0.0, 0.2)
+    least_s = [
+        min(map(weights.step_s, examples))
+        for weights in (_weights(kind, examples), *(_weights(kind, (e,)) for e in examples))
+    ]
+    assert least_s[0] >= max(least_s[1:]) * (1 - 1e-5)

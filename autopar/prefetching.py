@@ -92,10 +92,9 @@ def due(legs: Sequence[int], until: Sequence[int], begun: Sequence[int], done: i
     index behind the last one that its first reader waits for. The last collectives begin for all buckets of the next
     reader, and for LEAVES_AHEAD of them at least; each of the others one reader earlier.
     """
-    wanted, end = dict[int, int](), done
-    for behind in range(max(legs, default=0)):
+    deepest, wanted, end = max(legs, default=0), dict[int, int](), done
+    for behind in range(deepest):
         begin = end
         end = min(len(legs), max(begin + (1 if behind else LEAVES_AHEAD), until[begin])) if begin < len(legs) else begin
         wanted |= {number: legs[number] - behind for number in range(begin, end)}
-    deepest = max(legs, default=0)
     return [number for leg in range(deepest) for number, upto in wanted.items() if begun[number] <= leg < upto]

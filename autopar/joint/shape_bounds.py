@@ -158,6 +158,7 @@ class Timed:
         if not self.tables:
             raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
         self.models: Models = pricing.models(shape)
+        self._examples: dict[tuple[tuple[int, ...], bool], Example] = {}
         self.in_sums = False  # whether the last backward counts as the sums of gradients beside it
         self.between = between_pieces(self.models.micro) if shape.places > 1 else None
         self.passing = self._passing(self.models.micro)
@@ -342,8 +343,13 @@ class Timed:
         return [self._passing(self.models.at(asked))] if asked != "none" else []
 
     def _example(self, choice: tuple[int, ...], *, hosted: bool) -> Example:
-        """The passes of a solution, as an example for pipeline.makespan_bound: background collectives count by the
-        compute that they slow down."""
+        """The passes of a solution, as an example for pipeline.makespan_bound, made once."""
+        if (choice, hosted) not in self._examples:
+            self._examples[choice, hosted] = self._example_of(choice, hosted=hosted)
+        return self._examples[choice, hosted]
+
+    def _example_of(self, choice: tuple[int, ...], *, hosted: bool) -> Example:
+        """`_example`: background collectives count by the compute that they slow down."""
         plain = self._weighed(mean(self.shape.places, self.shape.microbatches), hosted=hosted)  # all but sums
         sums, scopes = plain.sums(choice), self.passing.scopes
         hides = self.passing.model.prices.contention if plain.hides else 1.0

@@ -212,6 +212,13 @@ class Leaves:
             self.go_on()
 
 
+def beside_first_forward(buckets: Sequence[LeafBucket], readers: Collection[Hashable]) -> Sequence[LeafBucket]:
+    """Of the leaves of a stage those that are gathered beside its first forward. Those have come before that its first
+    block waits for, and what is outside of blocks (`readers`), while the place did something else."""
+    came = [number for number, bucket in enumerate(buckets, 1) if {*readers} & {*bucket.readers}]
+    return buckets[max(came, default=0) :]
+
+
 def _moves(part: Part) -> bool:
     """Whether a part is a collective."""
     return part.axis >= 0

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autopar.buckets import leaf_buckets
-from autopar.pipeline.chains import LeafBucket
+from autopar.pipeline.chains import LeafBucket, beside_first_forward
 from autopar.pipeline.pass_clock import OUTSIDE, Clock, Turn
 from autopar.pipeline.stops import AGAIN, AHEAD, BACK, Sent, Stop, Stops, Sum, in_one_bucket
 from autopar.pipeline.work import BACKWARD, FORWARD, Pass, least_s
@@ -51,8 +51,8 @@ class Timeline:
     """The collectives of a program by operator, and the seconds that program order adds to each pass. `gathers`:
     forwards gather the leaves."""
 
-    def __init__(self, program: Program, *, gathers: bool) -> None:
-        self.program, self.stops, self.gathers = program, Stops(program), gathers
+    def __init__(self, program: Program) -> None:
+        self.program, self.stops, self.gathers = program, Stops(program), True
         self._leaves: dict[str, list[Leaf]] = {}
 
     def blocks(self, scope: str) -> int:
@@ -256,16 +256,14 @@ def _walked_s(
     return exposed_s[-1], tuple(middle_s)
 
 
-def _gathered(lines: Sequence[tuple[Line, int]], *, opens: bool) -> list[LeafBucket]:
+def _gathered(lines: Sequence[tuple[Line, int]], *, opens: bool) -> Sequence[LeafBucket]:
     """The gathers of leaves beside the first forward of a stage."""
     read: list[_Read] = [(leaf, OUTSIDE) for line, _ in lines if not line.block for leaf in line.leaves]
     blocks = [
         ((index, number), line) for index, (line, count) in enumerate(lines) if line.block for number in range(count)
     ]
     found = _in_buckets([*read, *((leaf, block) for block, line in blocks for leaf in line.leaves)])
-    before = {OUTSIDE, blocks[0][0] if blocks else OUTSIDE}
-    came = [number for number, bucket in enumerate(found, 1) if before & {*bucket.readers}]
-    return found if opens else found[max(came, default=0) :]
+    return found if opens else beside_first_forward(found, (OUTSIDE, *(block for block, _ in blocks[:1])))
 
 
 def _without_repeats(turns: Sequence[Turn]) -> list[Turn]:

@@ -22,24 +22,17 @@ from autopar.rules.language import Option
 
 class OpPasses:
     """What the operators of all pieces of `program` do in each pass, under the solution `choice` of `model`; `forward`
-    and `apart` as in Passes, `gathers` as in clock.Timeline.
+    and `apart` as in Passes.
 
     `did` has it by piece; `stops` in program order, per block.
     """
 
     def __init__(
-        self,
-        program: Program,
-        model: Model,
-        choice: Sequence[int],
-        forward: ForwardPrices,
-        *,
-        apart: bool,
-        gathers: bool,
+        self, program: Program, model: Model, choice: Sequence[int], forward: ForwardPrices, *, apart: bool
     ) -> None:
         self.program, self.model, self.choice, self.forward, self.apart = program, model, choice, forward, apart
         self.prices: Prices = model.prices
-        self.line = Timeline(program, gathers=gathers)
+        self.line = Timeline(program)
         self.stops = self.line.stops
         self.pieces = units(program)
         self.home = homes(program, self.pieces)

@@ -74,8 +74,8 @@ class Passes(OpPasses):
         apart: bool,
         sums_at_end: bool,
     ) -> None:
-        super().__init__(program, model, choice, forward, apart=apart, gathers=not sums_at_end)
-        self.sums_at_end = sums_at_end
+        super().__init__(program, model, choice, forward, apart=apart)
+        self.sums_at_end, self.line.gathers = sums_at_end, not sums_at_end
         self._summed: dict[tuple[str, int], None] = {}  # weights whose sum is counted already
         self.buckets = WeightBuckets(program, model, choice)
         for link, net in zip(model.links, model.problem.nets, strict=True):

@@ -257,10 +257,6 @@ class Routes:
         waited, behind = split(self._route_loads(number, size_bytes, bucket_bytes))
         return sum(load.seconds for load in waited) + later * sum(load.seconds for load in behind[1:])
 
-    def packs(self, table: RouteTable) -> np.ndarray:
-        """bool [...]: whether tensors that take each route may travel in buckets."""
-        return np.array([self._packed_share[number] < math.inf for number in table.numbers], bool)[table.at]
-
     def gathers(self, table: RouteTable) -> np.ndarray:
         """bool [...]: whether each route has an all-gather."""
         return np.array([self._gathers[number] for number in table.numbers], bool)[table.at]

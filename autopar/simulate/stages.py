@@ -11,7 +11,7 @@ from autopar.cluster import Cluster, Places
 from autopar.codegen.edges import Edges, edges, options
 from autopar.cost.comm import collective_s
 from autopar.decisions import local_share
-from autopar.pipeline.chains import LeafBucket
+from autopar.pipeline.chains import LeafBucket, beside_first_forward
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.shared_weights import Shared, shared_weights
 from autopar.pipeline.stage_views import View, views, whole
@@ -137,14 +137,12 @@ class Stages:
             rank.local(self.optimizer(0), "optimizer")
         return rank.run()
 
-    def _leaves(self, stage: int, part: str) -> list[LeafBucket]:
-        """The gathers of leaves that run beside a forward of a stage (`ran`). Before its "first" one those have come
-        that are for its first block and for what is outside of blocks, while the place did something else."""
+    def _leaves(self, stage: int, part: str) -> Sequence[LeafBucket]:
+        """The gathers of leaves that run beside a forward of a stage (`ran`)."""
         view, turns = self.views[stage], self.turns[stage]
         found = self.syncs[self.plan.stages[stage].place].leaf_buckets(view, turns) if part != "forward" else []
         first = next(((turn.unit, turn.instance) for turn in turns if turn.instance >= 0), None)
-        came = [number for number, bucket in enumerate(found, 1) if {None, first} & {*bucket.readers}]
-        return found[max(came, default=0) :] if part == "first" else found
+        return beside_first_forward(found, (None, first)) if part == "first" else found
 
     def sums(self, stage: int) -> Sums:
         """The sums of the gradients of one of several stages, once per step."""

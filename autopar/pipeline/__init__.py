@@ -21,7 +21,7 @@ autopar.joint for the search, by codegen and memory for the stages of a plan, an
     shared_weights            what is paid once per step; summing: when sums of gradients run
 
     balance, filling,
-    memory_shares             where to cut a model; cut_search, rerun_counts: improvements of a cut
+    memory_shares             where to cut a model; cut_search, ramps, rerun_counts: improvements of a cut
     makespan, shared_cores    the length of a step from the times of its stages; makespan_bound: a lower bound;
                               memory_bound: one with the memory of each place
     honing_state              the State of search for local search on these prices

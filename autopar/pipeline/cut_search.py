@@ -3,12 +3,13 @@ gets shorter.
 
 `balance` makes the slowest stage as fast as possible. With few microbatches that is not the fastest step: a pipeline
 fills sooner behind short first stages, and drains sooner where the last ones are short. From a cut of `balance`, or
-from the fastest of all where a model has few cuts, a move gives one piece from one stage to another, and shifts the
-stages between them by one piece; or one block less runs again, on a place with several stages also in exchange for one
-of another stage. All moves are timed at once and the best one is made, until none gains enough. Between two cuts where
-little is sent there may be many where much is: then a cut jumps to where less is sent, so that two stages become one
-and another one two. A stage that has blocks keeps at least one: without blocks, hardly any communication of a stage is
-overlapped, and prices of that are rough.
+from the fastest of all where a model has few cuts, and from the fastest of those whose stages get longer from the first
+one on (pipeline.ramps), a move gives one piece from one stage to another, and shifts the stages between them by one
+piece; or one block less runs again, on a place with several stages also in exchange for one of another stage. All moves
+are timed at once and the best one is made, until none gains enough. Between two cuts where little is sent there may be
+many where much is: then a cut jumps to where less is sent, so that two stages become one and another one two. A stage
+that has blocks keeps at least one: without blocks, hardly any communication of a stage is overlapped, and prices of
+that are rough.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from autopar.pipeline import makespan
 from autopar.pipeline.filling import Cuts, piece_ranges
 from autopar.pipeline.in_flight import InFlight
 from autopar.pipeline.orders import StageTime
+from autopar.pipeline.ramps import ramped
 from autopar.pipeline.rerun_counts import fitted
 from autopar.pipeline.stretches import Cost, Pieces
 
@@ -37,6 +39,9 @@ all rounds together. Where a round would have more, stages give pieces to nearby
 FEW_CUTS, MOST_REFITTED = 2000, 200
 """Where a model has at most FEW_CUTS cuts they are all timed. Of those, and of jumps, that fit only if some of their
 blocks run again, at most MOST_REFITTED are tried at once."""
+
+RAMPED = 4
+"""Cuts by profiles (pipeline.ramps) from which the search begins, beside the one that is given."""
 
 SHIFTS = ((0, 0, 0), (0, -1, 0), (-1, -1, 0), (-1, 0, 0), (0, 1, 0), (1, 1, 0), (1, 0, 0), (0, 0, -1), (0, 0, 1))
 """By how many pieces the two ends of a stage may shift: not at all; for a piece that goes to a later stage, those of
@@ -103,21 +108,58 @@ class Shifting:
     _known: dict[tuple[int, int, int, int], _Stretch] = field(default_factory=dict)
 
     def shifted(self, cuts: Cuts) -> Cuts:
-        """`cuts`, or the fastest of all where these are few, after the best moves and jumps, as long as they gain."""
-        cuts, moves, left = self._fastest_of_all(cuts), self._moves(), SEARCH_ACTIONS
-        while left > 0:
-            left -= self.actions * len(moves)
+        """`cuts`, or the fastest of all where these are few, or one of the fastest ramps, after the best moves and
+        jumps, as long as they gain: the fastest of these ends."""
+        left = SEARCH_ACTIONS
+        best, best_s = self._fastest_of_all(cuts), math.inf
+        for begin in (best, *self._ramps(best)):
+            if left > 0:
+                end, used = self._descended(begin, left)
+                left -= used
+                end_s = float(self._timed([end])[0][0])
+                best, best_s = (end, end_s) if end_s < best_s * (1 - LEAST_GAIN) else (best, best_s)
+        return best
+
+    def _descended(self, cuts: Cuts, most: float) -> tuple[Cuts, float]:
+        """`cuts` after the best moves and jumps, as long as they gain and `most` actions are not used up; and how many
+        were used."""
+        moves, used = self._moves, 0.0
+        while used < most:
+            used += self.actions * len(moves)
             steps_s = self._steps_s(cuts, moves)
             best = int(steps_s.argmin())
             if steps_s[best] < steps_s[0] * (1 - LEAST_GAIN):
                 cuts = self._moved(cuts, moves[best])
                 continue
             before, jumps = cuts, self._jumps(cuts.bounds)
-            left -= self.actions * len(jumps)
+            used += self.actions * len(jumps)
             cuts = self._fastest(cuts, jumps)
             if cuts is before:
                 break
-        return cuts
+        return cuts, used
+
+    def _ramps(self, cuts: Cuts) -> list[Cuts]:
+        """The RAMPED fastest cuts by profiles that fit and have as many stages with blocks as `cuts`, with as few
+        pieces run again as memory allows."""
+        seconds = {id(own): [c.micro_s for c in own.costs] for own in self.pieces}
+        among = ramped([seconds[id(own)] for own in self.pieces], self._ends)
+        ways = self._with_as_many(among, cuts)
+        if not ways:
+            return []
+        steps_s, fits = self._timed(ways)  # as fast as if nothing had to run again
+        nearest = [int(index) for index in np.argsort(steps_s, kind="stable")[: 2 * RAMPED]]
+        made = (ways[index] if fits[index] else self._fitted(ways[index]) for index in nearest)
+        return list(itertools.islice((way for way in made if way is not None), RAMPED))
+
+    def _with_as_many(self, among: Collection[Sequence[int]], cuts: Cuts) -> list[Cuts]:
+        """The cuts at the bounds `among`, with nothing run again, that have as many stages with blocks as `cuts`."""
+        least, stages = self._with_blocks(cuts.bounds), len(self.at)
+        return [Cuts([*bounds], [0] * stages) for bounds in among if self._with_blocks(bounds) >= least]
+
+    def _fitted(self, way: Cuts) -> Cuts | None:
+        """`way` with as few pieces run again as memory allows; None where it does not fit."""
+        made = fitted(self.pieces, way, self.at, self.flying, self.limits)
+        return made if self._timed([made])[1][0] else None
 
     def _moved(self, cuts: Cuts, move: np.ndarray) -> Cuts:
         """`cuts` after a possible move: the shift of each stage, by its number in SHIFTS."""
@@ -159,8 +201,7 @@ class Shifting:
     def _fastest(self, cuts: Cuts, among: Collection[Sequence[int]]) -> Cuts:
         """The fastest of the cuts at one of the bounds `among` that fit and have as many stages with blocks as `cuts`;
         with as few pieces run again as memory allows. `cuts` where none is faster."""
-        count, stages, least = len(self.pieces[0].costs), len(self.at), self._with_blocks(cuts.bounds)
-        ways = [Cuts([*bounds], [0] * stages) for bounds in among if self._with_blocks(bounds) >= least]
+        count, stages, ways = len(self.pieces[0].costs), len(self.at), self._with_as_many(among, cuts)
         if not ways:
             return cuts
         best_s, tried = float(self._timed([cuts])[0][0]), 0
@@ -176,9 +217,9 @@ class Shifting:
                 return ways[index]
             if may_fit:
                 tried += 1
-                made = fitted(self.pieces, ways[index], self.at, self.flying, self.limits)
-                (made_s, *_), (held, *_) = self._timed([made])
-                cuts, best_s = (made, made_s) if held and made_s < best_s else (cuts, best_s)
+                made = self._fitted(ways[index])
+                made_s = float(self._timed([made])[0][0]) if made is not None else math.inf
+                cuts, best_s = (made, made_s) if made is not None and made_s < best_s else (cuts, best_s)
         return cuts
 
     def _with_blocks(self, bounds: Sequence[int]) -> int:
@@ -207,6 +248,7 @@ class Shifting:
         begin at `bounds` (Cuts.bounds)."""
         return piece_ranges(bounds, len(self.pieces[0].costs))
 
+    @cached_property
     def _moves(self) -> np.ndarray:
         """[moves, stages]: the shifts of all stages; the first one moves nothing."""
         stages = len(self.at)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -24,6 +25,10 @@ class Part(Protocol):
     @property
     def kind(self) -> str:
         """The kind of the collective."""
+
+    @property
+    def seconds(self) -> float:
+        """What it takes with nothing beside it."""
 
 
 class Starts(Protocol):
@@ -212,11 +217,35 @@ class Leaves:
             self.go_on()
 
 
-def beside_first_forward(buckets: Sequence[LeafBucket], readers: Collection[Hashable]) -> Sequence[LeafBucket]:
-    """Of the leaves of a stage those that are gathered beside its first forward. Those have come before that its first
-    block waits for, and what is outside of blocks (`readers`), while the place did something else."""
-    came = [number for number, bucket in enumerate(buckets, 1) if {*readers} & {*bucket.readers}]
-    return buckets[max(came, default=0) :]
+class Before(Enum):
+    """What a place does before the first forward of a stage: NOTHING, as the stage opens the step, and waits for its
+    first leaves; it WAITS for the stage before; or it WORKS, as it has run another stage."""
+
+    NOTHING = 0
+    WAITS = 1
+    WORKS = 2
+
+    @staticmethod
+    def of(stage: int, places: Sequence[int]) -> Before:
+        """Before stage number `stage`, where stage i is on `places[i]`."""
+        return Before.NOTHING if not stage else Before.WORKS if places[stage] in places[:stage] else Before.WAITS
+
+
+def by_first_forward(
+    buckets: Sequence[LeafBucket], readers: Collection[Hashable]
+) -> tuple[Sequence[LeafBucket], Sequence[LeafBucket]]:
+    """The leaves of a stage that does not open the step: those that its first block waits for, and what is outside of
+    blocks (`readers`), which come before, and those that are gathered beside its first forward."""
+    came = max((number for number, bucket in enumerate(buckets, 1) if {*readers} & {*bucket.readers}), default=0)
+    return buckets[:came], buckets[came:]
+
+
+def slowed_s(came: Sequence[LeafBucket], contention: float, before: Before) -> float:
+    """Seconds by which collectives of leaves that come before the first forward of a stage make its place later: what
+    they take of the compute beside them, where the place WORKS, as blocks before it are as long; and those that do not
+    run in the background all that they take."""
+    shares = {True: contention * (before is Before.WORKS), False: 1.0}
+    return sum(shares[bucket.behind] * part.seconds for bucket in came for part in bucket.parts if _moves(part))
 
 
 def _moves(part: Part) -> bool:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autopar.buckets import leaf_buckets
-from autopar.pipeline.chains import LeafBucket, beside_first_forward
+from autopar.pipeline.chains import Before, LeafBucket, by_first_forward, slowed_s
 from autopar.pipeline.pass_clock import OUTSIDE, Clock, Turn
 from autopar.pipeline.stops import AGAIN, AHEAD, BACK, Sent, Stop, Stops, Sum, in_one_bucket
 from autopar.pipeline.work import BACKWARD, FORWARD, Pass, least_s
@@ -206,14 +206,17 @@ class Line:
     leaves: tuple[Leaf, ...] = ()
 
 
-def longer_s(lines: Sequence[tuple[Line, int]], contention: float, *, opens: bool) -> float:
+def longer_s(lines: Sequence[tuple[Line, int]], contention: float, before: Before) -> float:
     """Seconds by which the first forward of such a stage takes longer, as the leaves of each block are gathered while
     the block before it runs, without the copies around that. Those of its first block, and of what is outside of
-    blocks, have come before, while the place did something else; but a stage that `opens` the step waits for them."""
+    blocks, come before: a stage that opens the step waits for them, and to one that follows another one on its place
+    what they take of that is added (chains.slowed_s)."""
     if not any(line.leaves for line, _ in lines):
         return 0.0
+    opens = before is Before.NOTHING
     gathering, without = (_waits_s(lines, FORWARD, contention, opens=way) for way in (opens, None))
-    return max(0.0, gathering - without)
+    came, _ = _gathered(lines, opens=opens)
+    return max(0.0, gathering - without) + slowed_s(came, contention, before)
 
 
 def waits_s(lines: Sequence[tuple[Line, int]], way: int, contention: float) -> float:
@@ -246,7 +249,7 @@ def _walked_s(
         for number in range(count):
             turns += [Turn(stop, (index, number) if line.block else OUTSIDE) for stop in stops]
     turns = _without_repeats(turns)
-    leaves = _gathered(lines, opens=opens) if opens is not None else ()
+    _, leaves = _gathered(lines, opens=opens) if opens is not None else ((), ())
     exposed_s = Clock(turns, contention, leaves).run(gathers_first=False)
     begins = _begins(turns, exposed_s)
     middle_s = [
@@ -256,14 +259,15 @@ def _walked_s(
     return exposed_s[-1], tuple(middle_s)
 
 
-def _gathered(lines: Sequence[tuple[Line, int]], *, opens: bool) -> Sequence[LeafBucket]:
-    """The gathers of leaves beside the first forward of a stage."""
+def _gathered(lines: Sequence[tuple[Line, int]], *, opens: bool) -> tuple[Sequence[LeafBucket], Sequence[LeafBucket]]:
+    """The gathers of leaves before the first forward of a stage, and those beside it: all of one that opens the
+    step."""
     read: list[_Read] = [(leaf, OUTSIDE) for line, _ in lines if not line.block for leaf in line.leaves]
     blocks = [
         ((index, number), line) for index, (line, count) in enumerate(lines) if line.block for number in range(count)
     ]
     found = _in_buckets([*read, *((leaf, block) for block, line in blocks for leaf in line.leaves)])
-    return found if opens else beside_first_forward(found, (OUTSIDE, *(block for block, _ in blocks[:1])))
+    return ((), found) if opens else by_first_forward(found, (OUTSIDE, *(block for block, _ in blocks[:1])))
 
 
 def _without_repeats(turns: Sequence[Turn]) -> list[Turn]:

@@ -11,7 +11,7 @@ from autopar.cluster import Cluster, Places
 from autopar.codegen.edges import Edges, edges, options
 from autopar.cost.comm import collective_s
 from autopar.decisions import local_share
-from autopar.pipeline.chains import LeafBucket, beside_first_forward
+from autopar.pipeline.chains import Before, LeafBucket, by_first_forward, slowed_s
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.shared_weights import Shared, shared_weights
 from autopar.pipeline.stage_views import View, views, whole
@@ -48,7 +48,7 @@ class Stages:
     plan: Plan
     program: Program
     cluster: Cluster
-    _ran: dict[tuple[int, str], Ran] = field(default_factory=dict)
+    _ran: dict[tuple[int, str, Before | None], Ran] = field(default_factory=dict)
     _sums: dict[int, Sums] = field(default_factory=dict)
 
     @staticmethod
@@ -96,17 +96,18 @@ class Stages:
 
     def ran(self, stage: int, part: str) -> Ran:
         """One microbatch in one stage, simulated without other places. `part` is "forward"; the "first" forward, with
-        the gathers of leaves that run beside it; "opening", with those of all its leaves; "backward"; the "last"
-        backward, with the sums of gradients beside it; or a part of a split one: "inputs" or "weights"."""
-        place = self.plan.stages[stage].place
-        if part == "first" and (not stage or self.pieces[place].prices.overlap == 0.0):
-            part = "opening"
-        key = (self._first[stage], part)
+        what the gathers of its leaves take beside it, and before it; "backward"; the "last" backward, with the sums of
+        gradients beside it; or a part of a split one: "inputs" or "weights"."""
+        place, before = self.plan.stages[stage].place, self._before(stage)
+        key = (self._first[stage], part, before if part == "first" else None)
         if key not in self._ran:
             rank = self.rank(place)
-            if part in ("forward", "first", "opening"):
-                rank.gather(self._leaves(stage, part))
+            if part in ("forward", "first"):
+                came, beside = self._leaves(stage, before) if part == "first" else ((), ())
+                rank.gather(beside)
                 rank.forward(self.turns[stage])
+                if came and (delay := self._delay(came, before, place)).seconds:
+                    rank.local(delay, "sync")
             else:
                 buckets = [
                     bucket
@@ -137,12 +138,30 @@ class Stages:
             rank.local(self.optimizer(0), "optimizer")
         return rank.run()
 
-    def _leaves(self, stage: int, part: str) -> Sequence[LeafBucket]:
-        """The gathers of leaves that run beside a forward of a stage (`ran`)."""
+    def _before(self, stage: int) -> Before:
+        """What the place does before the first forward of a stage. Where compute and communication share cores, leaves
+        hide under nothing that is there already."""
+        place = self.plan.stages[stage].place
+        if self.pieces[place].prices.overlap == 0.0:
+            return Before.NOTHING
+        return Before.of(stage, [each.place for each in self.plan.stages])
+
+    def _leaves(self, stage: int, before: Before) -> tuple[Sequence[LeafBucket], Sequence[LeafBucket]]:
+        """The gathers of leaves before the first forward of a stage, and those that run beside it."""
         view, turns = self.views[stage], self.turns[stage]
-        found = self.syncs[self.plan.stages[stage].place].leaf_buckets(view, turns) if part != "forward" else []
+        found = self.syncs[self.plan.stages[stage].place].leaf_buckets(view, turns)
+        if before is Before.NOTHING:
+            return (), found
         first = next(((turn.unit, turn.instance) for turn in turns if turn.instance >= 0), None)
-        return beside_first_forward(found, (None, first)) if part == "first" else found
+        return by_first_forward(found, (None, first))
+
+    def _delay(self, came: Sequence[LeafBucket], before: Before, place: int) -> Piece:
+        """What gathers of leaves that came before a stage have made the place later by, with the copies around them
+        where it worked then."""
+        seconds = slowed_s(came, self.pieces[place].prices.contention, before)
+        if before is Before.WORKS:
+            seconds += sum(part.seconds for bucket in came for part in bucket.parts if part.axis < 0)
+        return Piece("leaves that came before", "compute", COMPUTE, seconds)
 
     def sums(self, stage: int) -> Sums:
         """The sums of the gradients of one of several stages, once per step."""

@@ -54,6 +54,6 @@ def test_who_asks_for_three_axes_has_all_of_them() -> None:
 
 def test_they_take_as_long_as_is_simulated() -> None:
     gm, request = graph(), Request(Cluster.parse("h100:4x4"), recipe="4d", mesh=(2, 2, 2))
-    made = plan(gm, {"b": 4096}, request, model="stack", graph_hash="0" * 64)
+    made = plan(gm, {"b": 8192}, request, model="stack", graph_hash="0" * 64)
     assert made.mesh == (2, 2, 2) and made.places == 2
     assert simulate(gm, made).step_s == pytest.approx(made.predicted.step_s, rel=0.03)

@@ -186,8 +186,9 @@ def test_room_for_what_the_walk_finds_on_one_place_is_reserved_on_that_place(
 
 
 def test_alike_stages_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a run share one Cost. Of 12 stages with a block each, those at the ends have other pieces, too, the last
-    one sends nothing, and the first one of the other place has nothing before it beside which leaves are gathered."""
+    """Blocks of a run share one Cost. Of 12 stages with a block each, those at the ends have other pieces, too, the
+    last one sends nothing, and the first one of the other place has nothing before it beside which leaves are
+    gathered."""
     context = SearchContext(graph(12), {"b": 4096}, Request(Cluster.parse("h100:1x2"), Settings("train")))
     pricing = Pricing(context, replace(SEARCH, kinds=(Kind("interleaved_1f1b", 6),)))
     found = pricing.glance(SHAPE, math.inf)

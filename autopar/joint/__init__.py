@@ -18,6 +18,7 @@ What is made of a shape:
     ways              the fastest of some ways to run a solution, the simplest of some results
     scattering        plans that scatter gradients after every microbatch
     kept_results      which results blocks keep that are run again
+    stage_counts      other numbers of stages per place
     pipeline_honing   descent on the price of the whole step
     own_layouts       different layouts for each place
     parted_graph      the graph of such a plan, its runs of blocks divided into parts

@@ -9,12 +9,12 @@ allow. Called by joint.choice.
                    their floors; after SLOWER_STARTS of them in a row that got slower, the rest is left out
     polish         solve the best shape exactly and walk its memory; then shapes near it that may be faster. If another
                    shape becomes the best, walk on from that
-    hone           improve the result by descent on the price of the whole step (joint.pipeline_honing)
+    hone           try other numbers of stages for the result, and improve it by descent on the price of the whole step
+                   (joint.stage_counts, joint.pipeline_honing)
 
-A shape is not visited if its floor is above the fastest known step. The floor is first the least work, without
-communication, and with no waiting but what every timetable has. Before a visit it is raised to what a quick look proves
-of all shapes that differ from it only in microbatches (joint.prove). Nor is a shape solved exactly if its proven bound
-is above the fastest known step.
+A shape is not visited if its floor is above the fastest known step: first the least work, with no waiting but what
+every timetable has; before a visit what a quick look proves of all shapes that differ from it only in microbatches
+(joint.prove). Nor is a shape solved exactly if its proven bound is above that step.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from autopar.joint.scattering import scattered
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import QuickLook, Shape, neighbours, starts
 from autopar.joint.spaces import Space
+from autopar.joint.stage_counts import with_other_stages
 from autopar.joint.staging import Found
 from autopar.joint.ways import Beaten, simplest
 from autopar.text import seconds
@@ -54,8 +55,7 @@ class Explorer:
     why          the reasons why shapes do not fit
     raised       the shapes whose floor is raised already
     took_s       seconds of each glance with a result
-    expanded     the shapes whose neighbours were visited
-    polished     the shapes that were solved exactly
+    expanded, polished    the shapes whose neighbours were visited, and those that were solved exactly
     """
 
     context: SearchContext
@@ -108,7 +108,7 @@ class Explorer:
 
     @property
     def least_floor_s(self) -> float:
-        """A lower bound in seconds on all plans of the space: the least work, and the wait that no schedule avoids."""
+        """A lower bound on all plans of the space in seconds: the least work, and the wait that no schedule avoids."""
         return min((self.pricing.floor_s(shape, self.pricing.levels[0]) for shape in self.floors), default=math.inf)
 
     @property
@@ -186,7 +186,8 @@ class Explorer:
             self.hurried = True
             return best
         self.context.request.say(f"honing {best.shape}")
-        made = self.found[best.shape] = honed(self.context, self.space.name, best, late)
+        better = with_other_stages(self.pricing, best, late)
+        made = self.found[best.shape] = honed(self.context, self.space.name, better, late)
         return made
 
     def searched(self, known_s: float) -> float:
@@ -386,8 +387,7 @@ for those of neighbours, and for all where there are more than MANY_SHAPES."""
 MANY_SHAPES = 100
 """More shapes than this make a space large: then fewer neighbours are visited (NEARER)."""
 
-FEW_SHAPES = 32
-"""A space of at most so many shapes is visited as a whole."""
+FEW_SHAPES = 32  # a space of at most so many shapes is visited as a whole
 
 SCATTERED = 2
 """Results for which scattering gradients after every microbatch is tried: each takes as long as an exact solution."""

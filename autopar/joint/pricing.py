@@ -370,13 +370,10 @@ class Pricing:
         assert used is not None, "shapes of a space have meshes that the space can be on"
         return used
 
-    def tables(self, shape: Shape) -> list[Timetable]:
-        """The timetables of the space that can run `shape`."""
-        decided = (
-            each
-            for kind in self.space.kinds
-            for each in kind.decided(shape.places, shape.microbatches, self.context.alike)
-        )
+    def tables(self, shape: Shape, *, finely: bool = False) -> list[Timetable]:
+        """The timetables of the space that can run `shape`; `finely` as in Kind.decided."""
+        sizes = shape.places, shape.microbatches, self.context.alike
+        decided = (each for kind in self.space.kinds for each in kind.decided(*sizes, finely=finely))
         return [table for kind in decided if (table := self._table(kind, shape)) is not None]
 
     def _table(self, kind: Kind, shape: Shape) -> Timetable | None:

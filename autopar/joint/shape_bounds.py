@@ -154,7 +154,7 @@ class Timed:
 
     def __init__(self, context: SearchContext, pricing: Pricing, shape: Shape) -> None:
         self.context, self.shape = context, shape
-        self.tables = pricing.tables(shape)
+        self.tables = pricing.tables(shape, finely=True)
         if not self.tables:
             raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
         self.models: Models = pricing.models(shape)

@@ -9,6 +9,7 @@ over links on which that costs nothing interleaved 1F1B is as fast.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -32,8 +33,9 @@ class Kind:
     schedule: str
     virtual: int | None = 1
 
-    def decided(self, places: int, microbatches: int, pieces: int) -> Iterator[Kind]:
+    def decided(self, places: int, microbatches: int, pieces: int, *, finely: bool = False) -> Iterator[Kind]:
         """This kind; if it leaves `virtual` open, one kind for each number v of stages per place that is worth trying.
+        `finely`: also numbers in between and above, each at least FINER times the one before.
 
         Two always are. More are if no fewer stages spread `pieces` as evenly, and if the step with its pipeline bubble,
         m + (p - 1) / v microbatches long (a third of the bubble where backwards are split), is shorter by WORTH_GAIN
@@ -46,10 +48,21 @@ class Kind:
         bubble = (places - 1) / (3 if SCHEDULES[self.schedule].splits_backward else 1)
         before = microbatches + bubble
         even = {-(-pieces // (places * each)) for each in range(1, pieces // places + 1)}
+        worth = set(_finer(pieces // places) if finely else ())
         for virtual in sorted({2, *(n for n in even if n > 2)}):
             if (length := microbatches + bubble / virtual) <= before * (1 - WORTH_GAIN) or virtual == 2:
                 before = length
-                yield Kind(self.schedule, virtual)
+                worth.add(virtual)
+        for virtual in sorted(worth):
+            yield Kind(self.schedule, virtual)
+
+
+def _finer(most: int) -> Iterator[int]:
+    """Numbers of stages per place from 2 to `most`."""
+    virtual = 2
+    while virtual <= most:
+        yield virtual
+        virtual = max(virtual + 1, math.ceil(virtual * FINER))
 
 
 SEARCHED = (
@@ -63,6 +76,7 @@ SEARCHED = (
 )
 
 WORTH_GAIN = 0.02  # relative: more stages per place are tried where the step is shorter by so much
+FINER = 1.25  # factor from each number of stages per place to the next, of those that the fastest result is tried with
 FILLING_ROUNDS = 4  # rounds, of one microbatch per place, after which every pipeline is full
 
 

@@ -30,6 +30,9 @@ from autopar.problem.graph import Program
 MOST = 10
 """Blocks of a run that are walked through one by one; further ones are priced as those in the middle."""
 
+FIRST = 2
+"""Blocks of a run at its begin of which leaves may share a bucket with those of the first one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
@@ -215,8 +218,15 @@ def longer_s(lines: Sequence[tuple[Line, int]], contention: float, before: Befor
         return 0.0
     opens = before is Before.NOTHING
     gathering, without = (_waits_s(lines, FORWARD, contention, opens=way) for way in (opens, None))
-    came, _ = _gathered(lines, opens=opens)
-    return max(0.0, gathering - without) + slowed_s(came, contention, before)
+    few = tuple([(line, min(FIRST, count) if line.block else count) for line, count in lines])
+    return max(0.0, gathering - without) + _came_s(few, contention, before)
+
+
+@lru_cache(maxsize=1024)
+def _came_s(few: tuple[tuple[Line, int], ...], contention: float, before: Before) -> float:
+    """What leaves that come before a stage add to `longer_s`; of each run of blocks it has `few`."""
+    came, _ = _gathered(few, opens=before is Before.NOTHING)
+    return slowed_s(came, contention, before)
 
 
 def waits_s(lines: Sequence[tuple[Line, int]], way: int, contention: float) -> float:

@@ -15,7 +15,6 @@ from autopar.joint.search_context import SearchContext
 from autopar.joint.shape_problems import Chosen
 from autopar.joint.shapes import Shape
 from autopar.joint.timetables import Timetable
-from autopar.pipeline.chains import Before
 from autopar.pipeline.orders import StageTime
 from autopar.pipeline.stage_views import View
 from autopar.pipeline.stretches import Cost, stage_time
@@ -43,7 +42,7 @@ def all_times(here: Laying, plan: Plan, parts: Sequence[Sequence[Cost]], seen: S
     """Seconds of each stage in one microbatch."""
     if here.table.stages == 1:
         training = here.context.request.settings.training
-        return [stage_time(parts[0], 0.0, split=False, training=training, before=Before.NOTHING)]
+        return [stage_time(parts[0], 0.0, split=False, training=training, opens=True)]
     program = here.context.planner(here.shape.microbatches).program
     sent_s = [_send_s(program, plan, view.sends, link) for view, link in zip(seen, _hops(here), strict=False)]
     return [one_time(here, seen, stage, *each) for stage, each in enumerate(zip(parts, [*sent_s, 0.0], strict=True))]
@@ -54,11 +53,10 @@ def one_time(here: Laying, seen: Sequence[View], stage: int, part: Sequence[Cost
     table = here.table
     split = table.schedule.splits_backward and seen[stage].separable
     action_s = here.ground.places.device(table.at[stage]).action_s if table.places > 1 else 0.0
-    before = Before.of(stage, table.at)
-    key = (*map(id, part), send_s, split, before, action_s)
+    key = (*map(id, part), send_s, split, not stage, action_s)
     if key not in here.timed:
         training = here.context.request.settings.training
-        time = stage_time(part, send_s, split=split, training=training, before=before, action_s=action_s)
+        time = stage_time(part, send_s, split=split, training=training, opens=not stage, action_s=action_s)
         here.timed[key] = part, time  # with its pieces, so that no other ones get their identities
     return here.timed[key][1]
 

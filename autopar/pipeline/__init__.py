@@ -18,7 +18,8 @@ autopar.joint for the search, by codegen and memory for the stages of a plan, an
     costs, stretches          the cost of each piece, and of any consecutive pieces
     single_stage              the cost of a step without a pipeline
     once_per_step,
-    shared_weights            what is paid once per step; summing: when sums of gradients run
+    shared_weights            what is paid once per step; summing, gathering: when sums of gradients, and gathers of
+                              leaves, run beside other work
 
     balance, filling,
     memory_shares             where to cut a model; cut_search, ramps, rerun_counts: improvements of a cut

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -217,20 +216,6 @@ class Leaves:
             self.go_on()
 
 
-class Before(Enum):
-    """What a place does before the first forward of a stage: NOTHING, as the stage opens the step, and waits for its
-    first leaves; it WAITS for the stage before; or it WORKS, as it has run another stage."""
-
-    NOTHING = 0
-    WAITS = 1
-    WORKS = 2
-
-    @staticmethod
-    def of(stage: int, places: Sequence[int]) -> Before:
-        """Before stage number `stage`, where stage i is on `places[i]`."""
-        return Before.NOTHING if not stage else Before.WORKS if places[stage] in places[:stage] else Before.WAITS
-
-
 def by_first_forward(
     buckets: Sequence[LeafBucket], readers: Collection[Hashable]
 ) -> tuple[Sequence[LeafBucket], Sequence[LeafBucket]]:
@@ -240,12 +225,10 @@ def by_first_forward(
     return buckets[:came], buckets[came:]
 
 
-def slowed_s(came: Sequence[LeafBucket], contention: float, before: Before) -> float:
-    """Seconds by which collectives of leaves that come before the first forward of a stage make its place later: what
-    they take of the compute beside them, where the place WORKS, as blocks before it are as long; and those that do not
-    run in the background all that they take."""
-    shares = {True: contention * (before is Before.WORKS), False: 1.0}
-    return sum(shares[bucket.behind] * part.seconds for bucket in came for part in bucket.parts if _moves(part))
+def at_reading(came: Sequence[LeafBucket]) -> list[Any]:
+    """Of leaves that come before a stage runs (`by_first_forward`), what is left when its first block is called: the
+    copies, and collectives that do not run in the background."""
+    return [part for bucket in came for part in bucket.parts if not (bucket.behind and _moves(part))]
 
 
 def _moves(part: Part) -> bool:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autopar.buckets import leaf_buckets
-from autopar.pipeline.chains import Before, LeafBucket, by_first_forward, slowed_s
+from autopar.pipeline.chains import LeafBucket, at_reading, by_first_forward
 from autopar.pipeline.pass_clock import OUTSIDE, Clock, Turn
 from autopar.pipeline.stops import AGAIN, AHEAD, BACK, Sent, Stop, Stops, Sum, in_one_bucket
 from autopar.pipeline.work import BACKWARD, FORWARD, Pass, least_s
@@ -209,24 +209,34 @@ class Line:
     leaves: tuple[Leaf, ...] = ()
 
 
-def longer_s(lines: Sequence[tuple[Line, int]], contention: float, before: Before) -> float:
+def longer_s(lines: Sequence[tuple[Line, int]], contention: float, *, opens: bool) -> float:
     """Seconds by which the first forward of such a stage takes longer, as the leaves of each block are gathered while
     the block before it runs, without the copies around that. Those of its first block, and of what is outside of
-    blocks, come before: a stage that opens the step waits for them, and to one that follows another one on its place
-    what they take of that is added (chains.slowed_s)."""
+    blocks, come before (`ahead_s`); a stage that `opens` the step waits for them."""
     if not any(line.leaves for line, _ in lines):
         return 0.0
-    opens = before is Before.NOTHING
     gathering, without = (_waits_s(lines, FORWARD, contention, opens=way) for way in (opens, None))
-    few = tuple([(line, min(FIRST, count) if line.block else count) for line, count in lines])
-    return max(0.0, gathering - without) + _came_s(few, contention, before)
+    return max(0.0, gathering - without) + (0.0 if opens else _ahead_s(_few(lines))[1])
+
+
+def ahead_s(lines: Sequence[tuple[Line, int]]) -> float:
+    """Seconds of the collectives of leaves that come before such a stage, which does not open the step: of its first
+    block, and of what is outside of blocks. They begin with the last block of the stage before on its place."""
+    return _ahead_s(_few(lines))[0] if any(line.leaves for line, _ in lines) else 0.0
+
+
+def _few(lines: Sequence[tuple[Line, int]]) -> tuple[tuple[Line, int], ...]:
+    """Of each run of blocks the first few."""
+    return tuple([(line, min(FIRST, count) if line.block else count) for line, count in lines])
 
 
 @lru_cache(maxsize=1024)
-def _came_s(few: tuple[tuple[Line, int], ...], contention: float, before: Before) -> float:
-    """What leaves that come before a stage add to `longer_s`; of each run of blocks it has `few`."""
-    came, _ = _gathered(few, opens=before is Before.NOTHING)
-    return slowed_s(came, contention, before)
+def _ahead_s(few: tuple[tuple[Line, int], ...]) -> tuple[float, float]:
+    """Of leaves that come before a stage, the seconds of collectives in the background, and of others."""
+    came, _ = _gathered(few, opens=False)
+    behind = [bucket for bucket in came if bucket.behind]
+    waited_s = sum(part.seconds for part in at_reading(came) if part.axis >= 0)
+    return Clock((), 0.0, behind).run(gathers_first=False)[-1], waited_s
 
 
 def waits_s(lines: Sequence[tuple[Line, int]], way: int, contention: float) -> float:

@@ -4,13 +4,15 @@ is done for given times of its stages.
 A place runs its actions in the schedule's order, each as soon as its operands are there. It sends the result of an
 action when that has ended, while it computes on; a place sends one tensor at a time, in both directions together. The
 sums of gradients once per step begin with the last action of each stage, and run beside the others, which they slow
-down (pipeline.summing): a place is done when its actions, and the copies around sums, and its sums are.
+down (pipeline.summing): a place is done when its actions, and the copies around sums, and its sums are. So do gathers
+of leaves with the first forward of the stage before theirs (pipeline.gathering).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -30,8 +32,9 @@ class Step(NamedTuple):
     """One action of one microbatch: its place, its stage, and its kind as an index of KINDS. `hop`: it sends its result
     between stages `hop` and `hop` + 1, in either direction (-1: nothing is sent). `here` and `sent`: positions in
     Flow.steps of the actions on its own place that it waits for, and of those on other places whose results have to
-    arrive. `first`: it is the first forward of its stage; `last`: it completes the gradients of its stage; `beside`:
-    sums of another stage of its place have begun."""
+    arrive. `first`: it is the first forward of its stage, `next` the stage that is the next one of its place to begin
+    (-1: none); `last`: it completes the gradients of its stage; `beside`: sums of another stage of its place have
+    begun."""
 
     place: int
     stage: int
@@ -42,6 +45,7 @@ class Step(NamedTuple):
     first: bool = False
     last: bool = False
     beside: bool = False
+    next: int = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +89,18 @@ class Flow:
         later = {index for index, step in enumerate(steps) if index > summed[step.place]}
         for index in {*completing.values(), *later}:
             steps[index] = steps[index]._replace(last=index in completing.values(), beside=index in later)
+        before = [-1] * len(lines)  # the first forward of a stage of each place that was the last one to begin
+        for index, step in enumerate(steps):
+            if step.first and before[step.place] >= 0:
+                steps[before[step.place]] = steps[before[step.place]]._replace(next=step.stage)
+            before[step.place] = index if step.first else before[step.place]
         return Flow(len(lines), steps)
+
+    @cached_property
+    def opening(self) -> list[int]:
+        """The stage of each place that is the first one to begin."""
+        first = {step.place: step.stage for step in reversed(self.steps) if step.first}
+        return [first[place] for place in range(self.places)]
 
     def ends_s(self, times: Sequence[StageTime]) -> list[float]:
         """Seconds until each place is done, where stage i takes `times[i]`."""
@@ -93,9 +108,11 @@ class Flow:
         clock, free = [0.0] * self.places, [0.0] * self.places  # when each place, and its link, is free
         summed, late = [0.0] * self.places, [0.0] * self.places  # when its sums are done; seconds after its actions
         contention = max(time.summing.contention for time in times)
+        share = max(time.gathering.contention for time in times)
+        gathered = [times[stage].gathering.ahead_s for stage in self.opening]  # when the leaves of its next stage are
         done: list[float] = []
         arrived: list[float] = []
-        for place, stage, kind, hop, here, sent, first, last, beside in self.steps:
+        for place, stage, kind, hop, here, sent, first, last, beside, coming in self.steps:
             end = clock[place]
             for index in here:
                 if done[index] > end:
@@ -103,9 +120,15 @@ class Flow:
             for index in sent:
                 if arrived[index] > end:
                     end = arrived[index]
+            if gathered[place] > end:
+                end = gathered[place] if first else end + slower_s(took[stage][kind], gathered[place] - end, share)
             if beside and summed[place] > end:
                 end += slower_s(took[stage][kind], summed[place] - end, contention)
-            clock[place] = end = end + took[stage][kind] + (times[stage].leaves_s if first else 0.0)
+            clock[place] = end = end + took[stage][kind] + (times[stage].gathering.longer_s if first else 0.0)
+            if coming >= 0 and (ahead_s := times[coming].gathering.ahead_s):
+                block_s = times[stage].gathering.block_s
+                gathered[place] = end - block_s + ahead_s
+                clock[place] = end = end + slower_s(block_s, ahead_s, share)
             if last:
                 own = times[stage].summing
                 left_s = own.left_s if kind == WHOLE and not stage else own.whole_s
@@ -125,21 +148,32 @@ class Flow:
 
     def _ends_all_s(self, times_s: np.ndarray) -> np.ndarray:
         """[places, sets]: `ends_all_s` of so few sets that the arrays stay in the cache."""
-        took_s, (send_s, whole_s, left_s, late_s, shares, leaves_s) = times_s[: len(KINDS)], times_s[len(KINDS) :]
-        contention = float(shares.max(initial=0.0))
+        took_s, (send_s, whole_s, left_s, late_s, shares, *leaves) = times_s[: len(KINDS)], times_s[len(KINDS) :]
+        longer_s, ahead_s, block_s, gather_shares = leaves
+        contention, share = float(shares.max(initial=0.0)), float(gather_shares.max(initial=0.0))
+        ahead = (ahead_s.max(axis=1, initial=0.0) > 0.0).tolist()
+        gathered = [ahead_s[stage] for stage in self.opening]
+        busy = [ahead[stage] for stage in self.opening]  # whether leaves of its next stage may be on their way
         clock, free, summed, late = ([np.zeros(times_s.shape[2])] * self.places for _ in range(4))
         sends = (send_s.max(axis=1, initial=0.0) > 0.0).tolist()
         done: list[np.ndarray] = []
         arrived: list[np.ndarray] = []
-        for place, stage, kind, hop, here, sent, first, last, beside in self.steps:
+        for place, stage, kind, hop, here, sent, first, last, beside, coming in self.steps:
             end = clock[place]
             for index in here:
                 end = np.maximum(end, done[index])
             for index in sent:
                 end = np.maximum(end, arrived[index])
+            if busy[place] and first:
+                end, busy[place] = np.maximum(end, gathered[place]), False
+            elif busy[place]:
+                end = end + slower_all_s(took_s[kind, stage], gathered[place] - end, share)
             if beside and contention:
                 end = end + slower_all_s(took_s[kind, stage], summed[place] - end, contention)
-            clock[place] = end = end + took_s[kind, stage] + (leaves_s[stage] if first else 0.0)
+            clock[place] = end = end + took_s[kind, stage] + (longer_s[stage] if first else 0.0)
+            if coming >= 0 and ahead[coming]:
+                gathered[place], busy[place] = end - block_s[stage] + ahead_s[coming], True
+                clock[place] = end = end + slower_all_s(block_s[stage], ahead_s[coming], share)
             if last:
                 after_s = left_s[stage] if kind == WHOLE and not stage else whole_s[stage]
                 clock[place] = end = end + contention * (whole_s[stage] - after_s)
@@ -153,10 +187,11 @@ class Flow:
 
 
 def numbers(time: StageTime) -> tuple[float, ...]:
-    """The times of a stage as a row of `Flow.ends_all_s`: of actions by kind, of a send, of sums, and of leaves."""
-    sums = time.summing
+    """The times of a stage as a row of `Flow.ends_all_s`: of actions by kind, of a send, of sums, and of gathers."""
+    sums, gathers = time.summing, time.gathering
     each_s = (time.of(kind) for kind in KINDS)
-    return (*each_s, time.send_s, sums.whole_s, sums.left_s, sums.late_s, sums.contention, time.leaves_s)
+    leaves = gathers.longer_s, gathers.ahead_s, gathers.block_s, gathers.contention
+    return (*each_s, time.send_s, sums.whole_s, sums.left_s, sums.late_s, sums.contention, *leaves)
 
 
 _Needs = tuple[tuple[int, ...], tuple[int, ...]]

@@ -18,6 +18,8 @@ from torch.distributed import pipelining
 
 from autopar._torch import order_only
 from autopar.errors import PlanError
+from autopar.pipeline import gathering
+from autopar.pipeline.gathering import Gathering
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.summing import NOTHING, Summing
 from autopar.plan import Plan
@@ -127,8 +129,7 @@ def actions_of(line: Sequence[Any]) -> list[Action]:
 class StageTime:
     """Seconds of one microbatch in one stage: of its forward; of the backward's parts for inputs and for weights
     (`weights_s` is 0 where the backward is not split); of sending its result; and of both parts at once (0: their
-    sum). `summing`: its sums of gradients, once per step. `leaves_s`: by which its first forward takes longer, as
-    leaves are gathered beside it."""
+    sum). `summing`: its sums of gradients, `gathering`: its gathers of leaves, both once per step."""
 
     forward_s: float
     inputs_s: float
@@ -136,7 +137,7 @@ class StageTime:
     send_s: float = 0.0
     both_s: float = 0.0
     summing: Summing = NOTHING
-    leaves_s: float = 0.0
+    gathering: Gathering = gathering.NOTHING
 
     def of(self, kind: str) -> float:
         """Seconds of an action of this kind."""

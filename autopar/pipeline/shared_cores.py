@@ -28,7 +28,7 @@ def ends_s(flow: Flow, times: Sequence[StageTime], alone: float) -> list[float]:
                 continue
             ready = max((arrived[index] for index in step.sent), default=0.0)
             if ready <= now:
-                left[place] = times[step.stage].of(KINDS[step.kind]) + times[step.stage].leaves_s * step.first
+                left[place] = times[step.stage].of(KINDS[step.kind]) + times[step.stage].gathering.longer_s * step.first
             else:
                 later.append(ready)
         speed = min(alone, flow.places / len(left)) if left else 1.0

@@ -10,8 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.pipeline.chains import Before
-from autopar.pipeline.clock import Line, longer_s, waits_s
+from autopar.pipeline.clock import Line, ahead_s, longer_s, waits_s
+from autopar.pipeline.gathering import Gathering
 from autopar.pipeline.memory_shares import Need
 from autopar.pipeline.once_per_step import Sums, each_s
 from autopar.pipeline.orders import Flying, StageTime
@@ -91,13 +91,14 @@ def stage_time(
     *,
     split: bool,
     training: bool,
-    before: Before = Before.WAITS,
+    opens: bool = False,
     action_s: float = 0.0,
 ) -> StageTime:
     """The times of a stage of these pieces, with `action_s` added to each action; `split`: the schedule splits its
-    backward in two; `before`: what its place does before it."""
+    backward in two; `opens`: nothing computes before it."""
     in_order, twice_s = all(c.line for c in part), _added_twice_s(part)
     forward_s = _in_order_s(part, 0) if in_order else sum(c.forward_s for c in part)
+    gathers = _gathering(part, opens=opens)
     if split and training:
         weights_s, both_s = (
             sum(each) - twice_s + _each_s(part, each, way)
@@ -110,7 +111,7 @@ def stage_time(
             send_s,
             both_s + action_s,
             _summing(part, both_s),
-            _leaves_s(part, before),
+            gathers,
         )
     if in_order:
         back_s = _in_order_s(part, 1) - twice_s if training else 0.0
@@ -120,19 +121,23 @@ def stage_time(
         back_s = max(0.0, seconds - forward_s) if training else 0.0
         forward_s = seconds - back_s
     summing = _summing(part, back_s) if training else NOTHING
-    leaves_s = _leaves_s(part, before)
-    return StageTime(forward_s + action_s, back_s + action_s, 0.0, send_s, summing=summing, leaves_s=leaves_s)
+    return StageTime(forward_s + action_s, back_s + action_s, 0.0, send_s, summing=summing, gathering=gathers)
 
 
-def _leaves_s(part: Sequence[Cost], before: Before) -> float:
-    """Seconds by which the first forward of a stage takes longer, as leaves are gathered beside it, or before it beside
-    what its place does then."""
+def _gathering(part: Sequence[Cost], *, opens: bool) -> Gathering:
+    """What gathers of leaves once per step take beside the first forward of a stage, and before it; `opens` as in
+    pipeline.clock.longer_s."""
+    copies_s = sum(c.leaves_s for c in part)
     if not all(c.line for c in part):
-        return sum(c.leaves_s for c in part)
-    first = next((index for index, c in enumerate(part) if c.block), -1)
-    later = before is Before.WAITS
-    copies_s = sum(c.leaves_s for index, c in enumerate(part) if not later or (c.block and index != first))
-    return copies_s + longer_s(_in_a_row(part), part[0].contention, before)
+        return Gathering(copies_s)
+    rows, contention = _in_a_row(part), part[0].contention
+    last = next((index for index in reversed(range(len(part))) if part[index].block), 0)
+    return Gathering(
+        copies_s + longer_s(rows, contention, opens=opens),
+        0.0 if opens else ahead_s(rows),
+        sum(c.forward_s for c in part[last:]),
+        contention,
+    )
 
 
 def _in_a_row(part: Sequence[Cost]) -> tuple[tuple[Line, int], ...]:

@@ -8,7 +8,8 @@ rank.py       forward and backward of a stage as tasks, as the runtime starts th
 sync.py       buckets: gathers of leaves, and sums of gradients
 stages.py     each distinct stage once
 schedule.py   the actions of a pipeline and what they send
-endings.py    what happens once per step, beside the last actions of a place and after them
+beginnings.py  what happens once per step, beside the first actions of a place
+endings.py    the same, beside its last actions and after them
 step.py       the simulation of a step: stages, pipeline, endings
 memory.py     the memory of a place over time
 result.py     what a simulation finds, as plain data

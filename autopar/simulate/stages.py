@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 
@@ -11,7 +12,7 @@ from autopar.cluster import Cluster, Places
 from autopar.codegen.edges import Edges, edges, options
 from autopar.cost.comm import collective_s
 from autopar.decisions import local_share
-from autopar.pipeline.chains import Before, LeafBucket, by_first_forward, slowed_s
+from autopar.pipeline.chains import LeafBucket, at_reading, by_first_forward
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.shared_weights import Shared, shared_weights
 from autopar.pipeline.stage_views import View, views, whole
@@ -48,7 +49,7 @@ class Stages:
     plan: Plan
     program: Program
     cluster: Cluster
-    _ran: dict[tuple[int, str, Before | None], Ran] = field(default_factory=dict)
+    _ran: dict[tuple[int, str, bool], Ran] = field(default_factory=dict)
     _sums: dict[int, Sums] = field(default_factory=dict)
 
     @staticmethod
@@ -96,18 +97,21 @@ class Stages:
 
     def ran(self, stage: int, part: str) -> Ran:
         """One microbatch in one stage, simulated without other places. `part` is "forward"; the "first" forward, with
-        what the gathers of its leaves take beside it, and before it; "backward"; the "last" backward, with the sums of
-        gradients beside it; or a part of a split one: "inputs" or "weights"."""
-        place, before = self.plan.stages[stage].place, self._before(stage)
-        key = (self._first[stage], part, before if part == "first" else None)
+        the gathers of leaves that run beside it (all, if it opens the step); "ahead", the gathers of leaves that come
+        before it; "backward"; the "last" backward, with the sums of gradients beside it; or a part of a split one:
+        "inputs" or "weights"."""
+        place = self.plan.stages[stage].place
+        key = (self._first[stage], part, self._opens(stage))
         if key not in self._ran:
             rank = self.rank(place)
-            if part in ("forward", "first"):
-                came, beside = self._leaves(stage, before) if part == "first" else ((), ())
-                rank.gather(beside)
-                rank.forward(self.turns[stage])
-                if came and (delay := self._delay(came, before, place)).seconds:
-                    rank.local(delay, "sync")
+            if part in ("forward", "first", "ahead"):
+                came, beside = self._leaves(stage) if part != "forward" else ((), ())
+                if part == "ahead":
+                    rank.gather([replace(bucket, parts=_moves(bucket)) for bucket in came if bucket.behind])
+                else:
+                    rank.do(at_reading(came), "sync")
+                    rank.gather(beside)
+                rank.forward(self.turns[stage] if part != "ahead" else ())
             else:
                 buckets = [
                     bucket
@@ -138,30 +142,24 @@ class Stages:
             rank.local(self.optimizer(0), "optimizer")
         return rank.run()
 
-    def _before(self, stage: int) -> Before:
-        """What the place does before the first forward of a stage. Where compute and communication share cores, leaves
-        hide under nothing that is there already."""
-        place = self.plan.stages[stage].place
-        if self.pieces[place].prices.overlap == 0.0:
-            return Before.NOTHING
-        return Before.of(stage, [each.place for each in self.plan.stages])
+    def block_s(self, stage: int) -> float:
+        """Seconds of the last block of a stage, and of what comes behind it, in its first forward."""
+        ran = self.ran(stage, "first")
+        last = next((mark.instance for mark in reversed(ran.marks) if mark.instance >= 0), -1)
+        begins = (begin for begin, mark in zip(ran.timeline.begin_s, ran.marks, strict=True) if mark.instance == last)
+        return ran.length_s - min(begins, default=ran.length_s)
 
-    def _leaves(self, stage: int, before: Before) -> tuple[Sequence[LeafBucket], Sequence[LeafBucket]]:
+    def _opens(self, stage: int) -> bool:
+        """Whether a stage waits for all of its leaves: the first one of a step; and where compute and communication
+        share cores, so that leaves hide under nothing, every one."""
+        return not stage or self.pieces[self.plan.stages[stage].place].prices.overlap == 0.0
+
+    def _leaves(self, stage: int) -> tuple[Sequence[LeafBucket], Sequence[LeafBucket]]:
         """The gathers of leaves before the first forward of a stage, and those that run beside it."""
         view, turns = self.views[stage], self.turns[stage]
         found = self.syncs[self.plan.stages[stage].place].leaf_buckets(view, turns)
-        if before is Before.NOTHING:
-            return (), found
         first = next(((turn.unit, turn.instance) for turn in turns if turn.instance >= 0), None)
-        return by_first_forward(found, (None, first))
-
-    def _delay(self, came: Sequence[LeafBucket], before: Before, place: int) -> Piece:
-        """What gathers of leaves that came before a stage have made the place later by, with the copies around them
-        where it worked then."""
-        seconds = slowed_s(came, self.pieces[place].prices.contention, before)
-        if before is Before.WORKS:
-            seconds += sum(part.seconds for bucket in came for part in bucket.parts if part.axis < 0)
-        return Piece("leaves that came before", "compute", COMPUTE, seconds)
+        return ((), found) if self._opens(stage) else by_first_forward(found, (None, first))
 
     def sums(self, stage: int) -> Sums:
         """The sums of the gradients of one of several stages, once per step."""
@@ -222,3 +220,8 @@ class Stages:
         return sum(
             collective_s("send", local_share(self.plan, ref) * self.program.bytes_of(ref), link) for ref in moving
         )
+
+
+def _moves(bucket: LeafBucket) -> list[Any]:
+    """The collectives of a bucket."""
+    return [part for part in bucket.parts if part.axis >= 0]

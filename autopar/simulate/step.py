@@ -19,6 +19,7 @@ from autopar.plan import Plan
 from autopar.problem.graph import Op
 from autopar.problem.read_graph import read
 from autopar.simulate import schedule
+from autopar.simulate.beginnings import Beginnings
 from autopar.simulate.endings import Ending, Endings, begins_in
 from autopar.simulate.engine import Task, Timeline, run
 from autopar.simulate.memory import over_time
@@ -27,7 +28,7 @@ from autopar.simulate.result import Place, Simulation, Span
 from autopar.simulate.stages import Stages
 
 # stream and kind of an Ending, if it is no action
-STREAMS = {"sums": ("sums", "all_reduce"), "copies": ("compute", "copy")}
+STREAMS = {"sums": ("sums", "all_reduce"), "leaves": ("leaves", "all_gather"), "copies": ("compute", "copy")}
 # kind of an action -> the pass of a stage (Stages.ran)
 PARTS = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
 # spans of all actions; beyond it only the first and the last microbatch are shown operator by operator
@@ -163,11 +164,11 @@ class _Pipeline:
 
         self.tasks, self.actions = schedule.tasks(self.lines, where, took_s, sends, alone)
         numbers = {action: index for index, action in enumerate(self.actions) if action is not None}
-        ends = (
-            Endings(self.stages, self.tasks, numbers, self.lines, self.last).added()
-            if self.stages.training
-            else [[] for _ in self.lines]
-        )
+        ends: list[list[Ending]] = [[] for _ in self.lines]
+        if self.stages.training:
+            begins = Beginnings(self.stages, self.tasks, numbers, self.lines).added() if plan.places > 1 else ends
+            ends = Endings(self.stages, self.tasks, numbers, self.lines, self.last).added()
+            ends = [[*begin, *end] for begin, end in zip(begins, ends, strict=True)]
         timeline = run(self.tasks, {schedule.CORES: plan.places / alone})
         mine: list[list[int]] = [[] for _ in self.lines]
         for index, action in enumerate(self.actions):
@@ -195,8 +196,8 @@ class _Pipeline:
             sum(_pace(ran, *times[index]) * part(ran) for index, ran in did)
             for part in map(operator.attrgetter, ("compute_s", "exposed_s", "communication_s"))
         )
-        # sums of gradients beside actions
-        sums = [times[index] for index, what, _ in ending if what == "sums"]
+        # sums of gradients, and gathers of leaves, beside actions
+        sums = [times[index] for index, what, _ in ending if what in ("sums", "leaves")]
         beside = [span for index, ran in did for span in self._beside(sums, ran, *times[index])]
         moves = [(span.begin_s, span.end_s) for span in beside if span.kind not in ("compute", "copy")]
         works = [(span.begin_s, span.end_s) for span in beside]

@@ -181,6 +181,7 @@ def test_what_is_near_the_best_is_solved_where_only_that_may_be_faster_than_what
     monkeypatch.setattr(walk, "_shapes", list)
     monkeypatch.setattr(walk, "_walk", lambda shapes: walk.found.update(found) if not walk.found else None)
     monkeypatch.setattr(explore, "honed", lambda context, name, best, late: best)
+    monkeypatch.setattr(explore, "with_other_stages", lambda pricing, found, late: found)
     monkeypatch.setattr(explore, "scattered", lambda pricing, found: None)
     made = walk.run()
     assert said == solved and made is not None and made.step_s == (0.9 if solved else 1.0)

@@ -85,6 +85,7 @@ def test_what_is_far_behind_is_not_solved_to_the_end(
 def test_a_late_result_is_not_honed(deadline: float, honed: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its state alone takes seconds of a pipeline of many stages; the plan says that time was up."""
     monkeypatch.setattr(explore, "honed", lambda context, name, found, late: SimpleNamespace(step_s=2.0))
+    monkeypatch.setattr(explore, "with_other_stages", lambda pricing, found, late: found)
     context: Any = SimpleNamespace(request=SimpleNamespace(say=lambda text: None))
     walk, shape = Explorer(context, SEARCH, INF, deadline), Shape(2, (1,), 2)
     walk.polished[shape] = None

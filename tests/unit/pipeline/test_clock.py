@@ -15,8 +15,8 @@ from torch import nn
 from autopar.capture import capture
 from autopar.cluster import Cluster
 from autopar.cost.comm import collective_s
-from autopar.pipeline.chains import Before, LeafBucket
-from autopar.pipeline.clock import MOST, Leaf, Line, longer_s, waits_s
+from autopar.pipeline.chains import LeafBucket
+from autopar.pipeline.clock import MOST, Leaf, Line, ahead_s, longer_s, waits_s
 from autopar.pipeline.pass_clock import Clock, Turn
 from autopar.pipeline.stops import Sent, Stop, Sum, in_few, in_one_bucket
 from autopar.planner import Planner
@@ -159,20 +159,19 @@ def test_a_stage_of_many_blocks_waits_as_long_as_if_all_of_them_were_run_through
 @pytest.mark.parametrize(("ratio", "longer"), [(3.0, 0.1), (1.2, 0.1), (0.5, 0.5)])
 def test_leaves_of_blocks_are_gathered_beside_the_block_before(count: int, ratio: float, longer: float) -> None:
     """They take a tenth of the compute units, or as much longer as a block computes shorter (`ratio` times as long as
-    its gather). Those of the first block, and of the head, come before the stage, and take as much of
-    the units if its place works then, unless it opens the step."""
+    its gather). Those of the first block, and of the head, come before the stage, unless it opens the
+    step."""
     axis = Cluster.parse("h100:1x8").mesh((8,)).axes[0]
     moves_s = collective_s("all_gather", 1e9, axis)
     sent = Sent([Load(0, moves_s, {}, "all_gather", 1e9)], 1e9, (), [axis])
     stops = (Stop(ratio * moves_s),)
     block = Line(stops, stops, block=True, leaves=(Leaf(sent, "blocks", "w", 0, ahead=True),))
     head = Line(stops, stops, block=False, leaves=(Leaf(sent, "head", "h", 1, ahead=True),))
-    assert longer_s([(head, 1)], 0.1, Before.WAITS) == 0.0
-    inside_s = longer_s([(block, count), (head, 1)], 0.1, Before.WAITS)
+    assert longer_s([(head, 1)], 0.1, opens=False) == 0.0
+    inside_s = longer_s([(block, count), (head, 1)], 0.1, opens=False)
     assert inside_s == pytest.approx((count - 1) * longer * moves_s, rel=0.12)
-    working_s = longer_s([(block, count), (head, 1)], 0.1, Before.WORKS)
-    assert working_s == pytest.approx(inside_s + 2 * 0.1 * moves_s)
-    opening_s = longer_s([(block, count), (head, 1)], 0.1, Before.NOTHING)
+    assert ahead_s([(block, count), (head, 1)]) == pytest.approx(2 * moves_s)
+    opening_s = longer_s([(block, count), (head, 1)], 0.1, opens=True)
     assert opening_s == pytest.approx(inside_s + 2 * moves_s, rel=0.1)
 
 

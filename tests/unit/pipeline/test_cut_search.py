@@ -18,6 +18,7 @@ from autopar.pipeline import cut_search
 from autopar.pipeline.balance import balance
 from autopar.pipeline.cut_search import Shifting
 from autopar.pipeline.filling import Cuts
+from autopar.pipeline.gathering import Gathering
 from autopar.pipeline.in_flight import place_bytes
 from autopar.pipeline.makespan import numbers
 from autopar.pipeline.orders import StageTime
@@ -111,7 +112,13 @@ def test_ways_side_by_side_take_what_each_takes(table: Timetable) -> None:
 
     def time(stage: int) -> StageTime:
         took, (sent, *sums) = drawn.uniform(0.0, 3.0, 3), drawn.uniform(0.0, 1.0, 4) * some[[0, 1, 1, 1], stage]
-        return StageTime(*took.tolist(), float(sent), 0.0, Summing(*map(float, sums), 0.2), float(drawn.uniform()))
+        return StageTime(
+            *took.tolist(),
+            float(sent),
+            0.0,
+            Summing(*map(float, sums), 0.2),
+            Gathering(*drawn.uniform(0.0, 2.0, 3).tolist(), 0.1),
+        )
 
     ways = [[time(stage) for stage in range(table.stages)] for _ in range(700)]
     ends = table.ends_all_s(np.array([[*map(numbers, way)] for way in ways]).transpose(2, 1, 0))

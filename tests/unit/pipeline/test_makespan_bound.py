@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.joint.timetables import SEARCHED, Kind, Timetable, flow_of
+from autopar.pipeline.gathering import Gathering
 from autopar.pipeline.makespan_bound import Example, Least, least, mean
 from autopar.pipeline.orders import StageTime
 from autopar.pipeline.summing import Summing
@@ -61,7 +62,8 @@ def test_no_stages_are_faster(kind: Kind, data: st.DataObject) -> None:
     times = []
     for (forward, inputs, late, both, sums), sent in zip(draw, [*sends, 0.0], strict=True):
         left = max(sums / 4, sums - (both or inputs + late))
-        summing, leaves = Summing(sums, left, 0.1 * sums, SHARE), 0.2 * longer  # leaves may cost nothing
+        summing = Summing(sums, left, 0.1 * sums, SHARE)
+        leaves = Gathering(0.2 * longer, longer * sums, forward / 2, SHARE)  # which may cost nothing
         times.append(StageTime(forward, inputs, late, sent + longer, both, summing, leaves))
     whole = sum(min(time.inputs_s + time.weights_s, time.of("B")) for time in times)
     compute = sum(min(time.inputs_s, time.of("B")) for time in times)

@@ -11,6 +11,7 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.memory import memory_of, predict
+from autopar.pipeline.gathering import Gathering
 from autopar.pipeline.makespan import step_s
 from autopar.pipeline.orders import StageTime, orders
 from autopar.pipeline.schedules import SCHEDULES
@@ -51,8 +52,8 @@ def test_closed_formulas_agree_on_every_schedule(schedule: str, places: int, vir
         ]
         forward_s, sums = stages.ran(stage, "forward").length_s, stages.sums(stage)
         summing = Summing(late_s=sums.alone.length_s)  # on a CPU
-        leaves_s, late_s = stages.ran(stage, "first").length_s - forward_s, back[1] if len(back) > 1 else 0.0
-        times.append(StageTime(forward_s, back[0], late_s, stages.send_s(stage), 0.0, summing, leaves_s))
+        longer_s, late_s = stages.ran(stage, "first").length_s - forward_s, back[1] if len(back) > 1 else 0.0
+        times.append(StageTime(forward_s, back[0], late_s, stages.send_s(stage), 0.0, summing, Gathering(longer_s)))
     where = [stage.place for stage in stages.plan.stages]
     once = max(stages.optimizer(place).seconds for place in range(places))
     shared = sum(shared.seconds for shared in stages.shared)

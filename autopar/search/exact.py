@@ -138,7 +138,7 @@ def _relax(run: _Run) -> str:
     """Solve one LP: take its bound and its rounded solution, and drop the choices that its reduced costs rule out.
     Returns why `run` is to end, "" to go on."""
     model = build(run.problem)
-    relaxed = solve(model, GLOP, integer=False, time_limit_s=run.left_s, seed=run.seed)
+    relaxed = solve(model, GLOP, integer=False, time_limit_s=run.left_s, seed=run.seed, from_dual=True)
     if relaxed.status == "infeasible":  # only for rounding: the best solution is always part of the problem
         return "infeasible to the solver's tolerance"
     if relaxed.status != "optimal" or relaxed.values is None:

@@ -26,6 +26,15 @@ def test_lps_agree(kind: int) -> None:
     assert answer.objective == pytest.approx(expected.objective, abs=1e-4)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_dual_simplex_has_the_same_optimum(seed: int) -> None:
+    model = build(random_problem(seed))
+    expected = solve(model, solver.GLOP, integer=False, time_limit_s=5)
+    answer = solve(model, solver.GLOP, integer=False, time_limit_s=5, from_dual=True)
+    assert answer.status == expected.status
+    assert answer.objective == pytest.approx(expected.objective, rel=1e-9)
+
+
 @pytest.mark.parametrize("kind", [SCIP, solver.HIGHS, CP_SAT])
 def test_integer_solvers_agree(kind: int) -> None:
     model = build(random_problem(1))

@@ -22,6 +22,9 @@ SECONDS, BYTES, FORBIDDEN = range(3)
 FIXED = 3
 """Seconds, bytes and forbidden pairs; the groups follow."""
 
+KNOWN = 16
+"""Results that are kept at most of each net that a node touches: neighbours change between few choices."""
+
 
 @dataclass(frozen=True)
 class Penalty:
@@ -33,12 +36,14 @@ class Penalty:
 
 class _Touch(NamedTuple):
     """A net that a node produces or reads: its number, whether the node produces it, the columns that the node asks for
-    by choice, and the other readers with theirs."""
+    by choice, and the other readers with theirs. `known`: the results of `_Touch` so far (State._added_by), by the row
+    in which the net is made (-1: by the node itself), then the columns that others ask for."""
 
     net: int
     produced: bool
     own: list[np.ndarray]
     others: list[tuple[int, list[int]]]
+    known: dict[tuple[int, ...], np.ndarray]
 
 
 class State:
@@ -57,7 +62,7 @@ class State:
             for v in sorted({net.producer, *(use.node for use in net.uses)}):
                 others = [(node, column) for node, column in self.columns[t] if node != v]
                 self.touching[v].append(
-                    _Touch(t, net.producer == v, [use.column for use in net.uses if use.node == v], others)
+                    _Touch(t, net.producer == v, [use.column for use in net.uses if use.node == v], others, {})
                 )
         self.near = [
             sorted({w for touch in near for w in _members(problem.nets[touch.net])} - {v})
@@ -77,6 +82,9 @@ class State:
         self.tables = [self._net_features(t) for t in range(len(problem.nets))]
         self.own = [self._node_features(v) for v in range(len(problem.nodes))]
         self._stale = set(range(len(problem.nodes)))
+        for near in self.touching:
+            for touch in near:
+                touch.known.clear()
         self.__dict__.pop("scale_s", None)
 
     def reset(self, choice: Picks | list[int]) -> None:
@@ -154,7 +162,7 @@ class State:
     def _idle(self, v: int) -> np.ndarray:
         """What the nets that `v` reads cost while `v` has no choice: the columns that other readers ask for."""
         out = np.zeros((len(self.totals), 1))
-        for t, produced, _, others in self.touching[v]:
+        for t, produced, _, others, _ in self.touching[v]:
             maker = self.choice[self.problem.nets[t].producer]
             if not produced and maker >= 0:
                 out[self.slots[t], 0] += self.tables[t][:, self.rows[t][maker], self._asked(others)].sum(1)
@@ -163,19 +171,35 @@ class State:
     def _count(self, v: int) -> np.ndarray:
         """[totals, choices]: what node `v` and its nets add under each of its choices, all other nodes unchanged."""
         out = self.own[v].copy()
-        for t, produced, own, others in self.touching[v]:
-            net, table, columns = self.problem.nets[t], self.tables[t], self._asked(others)
-            if produced:
-                asked = table[:, :, columns[0]] if len(columns) == 1 else table[:, :, columns].sum(2)
-                out[self.slots[t]] += asked[:, net.row]
-            elif (maker := self.choice[net.producer]) >= 0:
-                out[self.slots[t]] += _reading(table[:, self.rows[t][maker]], own, columns)
+        for touch in self.touching[v]:
+            maker = -1
+            if not touch.produced and (maker := self.choice[self.problem.nets[touch.net].producer]) < 0:
+                continue
+            row = -1 if touch.produced else self.rows[touch.net][maker]
+            columns = self._asked(touch.others)
+            key = (row, *columns)
+            added = touch.known.get(key)
+            if added is None:
+                if len(touch.known) == KNOWN:
+                    touch.known.clear()
+                added = touch.known[key] = self._added_by(touch, row, columns)
+            out[self.slots[touch.net]] += added
         return out
+
+    def _added_by(self, touch: _Touch, row: int, columns: list[int]) -> np.ndarray:
+        """[slots, choices]: what a net adds under each choice of the node that it touches, made in `row` (-1: as the
+        node makes it), when others ask for `columns`."""
+        table = self.tables[touch.net]
+        if row >= 0:
+            return _reading(table[:, row], touch.own, columns)
+        asked = table[:, :, columns[0]] if len(columns) == 1 else table[:, :, columns].sum(2)
+        return np.asarray(asked[:, self.problem.nets[touch.net].row])
 
     def _asked(self, readers: list[tuple[int, list[int]]]) -> list[int]:
         """The distinct columns that the placed ones of `readers` ask for."""
         choice = self.choice
-        return sorted({column[choice[node]] for node, column in readers if choice[node] >= 0})
+        asked = {column[choice[node]] for node, column in readers if choice[node] >= 0}
+        return sorted(asked) if len(asked) > 1 else [*asked]
 
     @cached_property
     def scale_s(self) -> float:

@@ -135,9 +135,9 @@ class Relaxed:
             if t in self.passing.carried:
                 (use,) = net.uses
                 if self.chained:
-                    carried[t] = row, int(use.column[choice[use.node]])
+                    carried[t] = row, use.asks[choice[use.node]]
                 continue
-            for column in sorted({int(use.column[choice[use.node]]) for use in net.uses}):
+            for column in sorted({use.asks[choice[use.node]] for use in net.uses}):
                 own_s += float(self.net_s[t][row, column])
                 over += [float(room.nets[t][row, column]) for room in self.rooms]
                 _add(passes, self.passing.nets[t], np.s_[row, column])

@@ -59,11 +59,40 @@ class Node:
 
 
 @dataclass(frozen=True, eq=False)
+class Groups:
+    """Choices by their layout: `order` has those of one layout side by side, `starts` says where each layout begins
+    there, `used` which layouts these are."""
+
+    order: np.ndarray
+    starts: np.ndarray
+    used: np.ndarray
+
+    @staticmethod
+    def of(layouts: np.ndarray) -> Groups:
+        """From the number of the layout of each choice."""
+        order = np.argsort(layouts, kind="stable")
+        ordered = layouts[order]
+        starts = np.concatenate([[0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1])
+        return Groups(order, starts, ordered[starts])
+
+
+@dataclass(frozen=True, eq=False)
 class Use:
     """One reader of a net: for each choice of node `node`, which column of the net's tables it asks for."""
 
     node: int
     column: np.ndarray  # int[choices of node]
+
+    @cached_property
+    def asks(self) -> list[int]:
+        """`column` as plain numbers, to be read one by one."""
+        found: list[int] = self.column.tolist()
+        return found
+
+    @cached_property
+    def groups(self) -> Groups:
+        """The choices of the node by the column that they ask for."""
+        return Groups.of(self.column)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +115,17 @@ class Net:
     shown: np.ndarray | float = 0.0  # [rows, columns], or the same for all
     # the part of `memory_bytes` that is there only while its scope runs (None: nothing)
     live_bytes: np.ndarray | None = None
+
+    @cached_property
+    def makes(self) -> list[int]:
+        """`row` as plain numbers, to be read one by one."""
+        found: list[int] = self.row.tolist()
+        return found
+
+    @cached_property
+    def groups(self) -> Groups:
+        """The choices of the producer by the row that they make."""
+        return Groups.of(self.row)
 
     @cached_property
     def shown_s(self) -> np.ndarray:
@@ -204,17 +244,17 @@ class Problem:
         lanes = np.zeros((len(self.lanes), 1))
         for node, c in zip(self.nodes, choice, strict=True):
             if node.lane is None or node.lane[c] < 0:
-                compute += float(node.cost_s[c])
+                compute += node.cost_s.item(c)
             else:
                 lanes[node.lane[c]] += node.cost_s[c]
-            memory += float(node.memory_bytes[c])
+            memory += node.memory_bytes.item(c)
             if node.group >= 0:
                 hide[node.group] += node.hide_s[c]
         for net in self.nets:
-            row = net.row[choice[net.producer]]
-            for column in sorted({int(use.column[choice[use.node]]) for use in net.uses}):
-                memory += float(net.memory_bytes[row, column])
-                exposed += float(net.shown_s[row, column])
+            row = net.makes[choice[net.producer]]
+            for column in sorted({use.asks[choice[use.node]] for use in net.uses}):
+                memory += net.memory_bytes.item(row, column)
+                exposed += net.shown_s.item(row, column)
                 if net.group >= 0:
                     comm[net.group] += net.hideable_s[row, column]
         compute += float(self.abreast_s(lanes)[0])

@@ -76,5 +76,5 @@ def fits(problem: Problem, choice: Picks) -> bool:
 
 def better(problem: Problem, one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """The feasible one of least time, None if neither is feasible; `one` where they are equally fast."""
-    candidates = [c for c in (one, other) if c is not None and fits(problem, c)]
+    candidates = [c for c in dict.fromkeys((one, other)) if c is not None and fits(problem, c)]
     return min(candidates, key=lambda c: problem.price(c).time_s, default=None)

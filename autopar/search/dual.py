@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.problem.types import Node, Picks, Problem
+from autopar.problem.types import Net, Picks, Problem
 from autopar.search.descent import better, descend
 from autopar.search.messages import FORBIDDEN, MAX_SHARED, Messages, split
 from autopar.search.state import State
@@ -119,6 +119,10 @@ class _Dual:
             [np.isfinite(node.cost_s) for node in problem.nodes],
             big_s,
         )
+        # seconds that each choice of a node adds at least: its share of the mean of all lanes beside its own
+        self._least_node_s = [node.cost_s / problem.beside(node) for node in problem.nodes]
+        # by net: seconds that are exposed at all prices, and which entries are forbidden (None: none is)
+        self._least_net_s: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
         self._price()
 
     def _first_late(self) -> np.ndarray:
@@ -139,23 +143,35 @@ class _Dual:
         """Set the costs of all nodes and nets by the present prices."""
         byte_s = self.memory_s / self.limit if self.limit else 0.0
         messages, big_s = self.messages, self.messages.big_s
-        for v, (node, keep) in enumerate(zip(self.problem.nodes, messages.keep, strict=True)):
-            hide = self.late[node.group] * node.hide_s if node.group >= 0 else 0.0
-            messages.own[v] = np.where(
-                keep, np.where(keep, self._least_s(node), 0.0) + byte_s * node.memory_bytes - hide, big_s
-            )
+        for v, (node, keep, least_s) in enumerate(
+            zip(self.problem.nodes, messages.keep, self._least_node_s, strict=True)
+        ):
+            own = np.where(keep, least_s, 0.0)
+            if byte_s:
+                own += byte_s * node.memory_bytes
+            if node.group >= 0:
+                own -= self.late[node.group] * node.hide_s
+            own[~keep] = big_s
+            messages.own[v] = own
+        tables: dict[int, np.ndarray] = {}  # by net: its factors have shares of one table
         for factor in messages.factors:
-            net = factor.net
-            weight = self.late[net.group] if net.group >= 0 else 0.0
-            finite = np.isfinite(net.cost_s)
-            cost_s = np.where(finite, net.shown_s, 0.0) + weight * net.hideable_s + byte_s * net.memory_bytes
-            factor.table = factor.share * np.where(finite, cost_s, big_s)
+            if (table := tables.get(id(factor.net))) is None:
+                table = tables[id(factor.net)] = self._table_s(factor.net, byte_s)
+            factor.table = table if factor.share == 1.0 else factor.share * table
         messages.least = np.zeros(len(messages.own))
 
-    def _least_s(self, node: Node) -> np.ndarray:
-        """[choices] seconds that each choice of a node adds at least: its share of the mean of all lanes beside its
-        own."""
-        return node.cost_s / self.problem.beside(node)
+    def _table_s(self, net: Net, byte_s: float) -> np.ndarray:
+        """[rows, columns] seconds of a net at the present prices; forbidden entries cost `big_s`."""
+        if (known := self._least_net_s.get(id(net))) is None:
+            finite = np.isfinite(net.cost_s)
+            known = np.where(finite, net.shown_s, 0.0), None if finite.all() else ~finite
+            self._least_net_s[id(net)] = known
+        least_s, forbidden = known
+        weight = self.late[net.group] if net.group >= 0 else 0.0
+        cost_s = least_s + weight * net.hideable_s if weight else least_s
+        if byte_s:
+            cost_s = cost_s + byte_s * net.memory_bytes
+        return cost_s if forbidden is None else np.where(forbidden, self.messages.big_s, cost_s)
 
     def rule_out(self, v: int, total: np.ndarray) -> None:
         """Drop the choices of node `v` that no solution better than the known one can have; `total` [choices] is what
@@ -213,13 +229,13 @@ class _Dual:
         seconds of collectives that exceed the compute that hides them. A forbidden pair has no seconds."""
         late, memory = np.zeros(self.problem.groups), 0.0
         for node, c in zip(self.problem.nodes, choice, strict=True):
-            memory += node.memory_bytes[c]
+            memory += node.memory_bytes.item(c)
             if node.group >= 0:
                 late[node.group] -= node.hide_s[c]
         for net in self.problem.nets:
-            row = net.row[choice[net.producer]]
-            for d in sorted({int(use.column[choice[use.node]]) for use in net.uses}):
-                memory += net.memory_bytes[row, d]
+            row = net.makes[choice[net.producer]]
+            for d in sorted({use.asks[choice[use.node]] for use in net.uses}):
+                memory += net.memory_bytes.item(row, d)
                 if net.group >= 0:
                     late[net.group] += net.hideable_s[row, d]
         return (memory - self.limit) / self.limit if self.limit else 0.0, late

@@ -10,6 +10,7 @@ exact, and no k-dimensional table is made. Called by search.messages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -21,27 +22,41 @@ def row_marginal(table: np.ndarray, messages: Sequence[np.ndarray]) -> np.ndarra
 
 def column_marginal(table: np.ndarray, messages: Sequence[np.ndarray], use: int, rows: np.ndarray) -> np.ndarray:
     """[columns]: the same with `rows[r]` added, least over rows and the columns of all readers but `use`."""
-    others = tuple(u for u in range(len(messages)) if u != use)
-    if not others:
-        return np.asarray(np.minimum.reduce(table + rows[:, None], 0) + messages[use])
-    least = np.full(table.shape[1], np.inf)
-    for mask in range(1 << len(others)):
-        alone = tuple(u for i, u in enumerate(others) if not mask >> i & 1)
-        together = sum((messages[u] for i, u in enumerate(others) if mask >> i & 1), messages[use])
+    others = tuple([u for u in range(len(messages)) if u != use])
+    least = None
+    for together, alone in _parts(others):
         by_row = rows + _best(table, messages, alone) if alone else rows
-        np.minimum(least, np.minimum.reduce(table + by_row[:, None], 0) + together, out=least)
-    return least
+        value = np.minimum.reduce(table + by_row[:, None], 0) + _sum(messages, use, together)
+        least = value if least is None else np.minimum(least, value, out=least)
+    return np.asarray(least)
 
 
 def _best(table: np.ndarray, messages: Sequence[np.ndarray], uses: tuple[int, ...]) -> np.ndarray:
     """[rows]: least over the set partitions of `uses`, by the part that holds the first of them."""
-    first, rest = uses[0], uses[1:]
-    if not rest:
-        return np.asarray(np.minimum.reduce(table + messages[first], 1))
-    least = np.full(table.shape[0], np.inf)
-    for mask in range(1 << len(rest)):
-        alone = tuple(u for i, u in enumerate(rest) if not mask >> i & 1)
-        together = sum((messages[u] for i, u in enumerate(rest) if mask >> i & 1), messages[first])
-        value = np.minimum.reduce(table + together, 1)
-        np.minimum(least, value + _best(table, messages, alone) if alone else value, out=least)
-    return least
+    least = None
+    for together, alone in _parts(uses[1:]):
+        value = np.minimum.reduce(table + _sum(messages, uses[0], together), 1)
+        if alone:
+            value += _best(table, messages, alone)
+        least = value if least is None else np.minimum(least, value, out=least)
+    return np.asarray(least)
+
+
+def _sum(messages: Sequence[np.ndarray], first: int, others: tuple[int, ...]) -> np.ndarray:
+    """[columns]: the messages of a part."""
+    total = messages[first]
+    for other in others:
+        total = total + messages[other]
+    return total
+
+
+@cache
+def _parts(uses: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """All ways to take some of `uses` into a part, and to leave the others out of it."""
+    return [
+        (
+            tuple(u for i, u in enumerate(uses) if mask >> i & 1),
+            tuple(u for i, u in enumerate(uses) if not mask >> i & 1),
+        )
+        for mask in range(1 << len(uses))
+    ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.problem.types import Net
+from autopar.problem.types import Groups, Net
 from autopar.search.factors import column_marginal, row_marginal
 
 FORBIDDEN = 1e3  # the cost of a forbidden choice, as a multiple of a time that no good solution exceeds
@@ -37,9 +37,13 @@ class Factor:
         """The nodes of the factor in the order of `messages`: the producer, then the readers."""
         return [self.net.producer, *(self.net.uses[u].node for u in self.uses)]
 
-    def layouts(self, slot: int) -> np.ndarray:
-        """[choices] for each choice of the member number `slot` its row (of the producer) or column."""
-        return self.net.row if slot == 0 else self.net.uses[self.uses[slot - 1]].column
+    def layouts(self, slot: int) -> tuple[np.ndarray, Groups]:
+        """[choices] for each choice of the member number `slot` its row (of the producer) or column; and the choices by
+        these."""
+        if slot == 0:
+            return self.net.row, self.net.groups
+        use = self.net.uses[self.uses[slot - 1]]
+        return use.column, use.groups
 
     def marginal(self, slot: int) -> np.ndarray:
         """The min-marginal of the member number `slot`, by row or column: the least cost of the factor with that layout
@@ -71,21 +75,17 @@ def split(net: Net) -> list[Factor]:
 @dataclass
 class Seat:
     """The membership of one node in one factor: `slot` is its number there, `layouts` [choices] as Factor.layouts has
-    it. `later`, `earlier`: whether the factor also has a node with a higher, or a lower, number. `dead`: the rows or
-    columns that no choice of the node has that is kept; None where they are to be found again."""
+    it, and `groups` its choices by these. `later`, `earlier`: whether the factor also has a node with a higher, or a
+    lower, number. `dead`: the rows or columns that no choice of the node has that is kept; None where they are to be
+    found again."""
 
     factor: Factor
     slot: int
     later: bool
     earlier: bool
     layouts: np.ndarray
+    groups: Groups
     dead: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        self.order = np.argsort(self.layouts, kind="stable")  # choices by their layouts, and where each layout begins
-        ordered = self.layouts[self.order]
-        self.starts = np.concatenate([[0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1])
-        self.used = ordered[self.starts]
 
     def collect(self, keep: np.ndarray, big_s: float) -> np.ndarray:
         """Set the message to the whole min-marginal. Returns what that adds to the cost of each choice of the node.
@@ -94,7 +94,7 @@ class Seat:
         layout that nobody can take, at no cost.
         """
         message = self.factor.marginal(self.slot)
-        if self.dead is None:
+        if self.dead is None:  # found once, as long as all choices are kept
             alive = np.zeros(len(message), bool)
             alive[self.layouts[keep]] = True
             self.dead = np.flatnonzero(~alive)
@@ -107,7 +107,8 @@ class Seat:
         """Give cost back to the factor: `spare` [choices] is what each choice of the node has to give; a layout gives
         the least of its choices, and nothing where it has none."""
         message = self.factor.messages[self.slot].copy()
-        message[self.used] -= np.minimum.reduceat(spare[self.order], self.starts)
+        groups = self.groups
+        message[groups.used] -= np.minimum.reduceat(spare[groups.order], groups.starts)
         self.factor.messages[self.slot] = message
 
 
@@ -127,7 +128,7 @@ class Messages:
         for factor in self.factors:
             members = factor.members()
             for slot, v in enumerate(members):
-                out[v].append(Seat(factor, slot, max(members) > v, min(members) < v, factor.layouts(slot)))
+                out[v].append(Seat(factor, slot, max(members) > v, min(members) < v, *factor.layouts(slot)))
         self.seats = out
         self.shares = [1.0 / max(sum(s.later for s in seats), sum(s.earlier for s in seats), 1) for seats in out]
 
@@ -145,7 +146,7 @@ class Messages:
             for seat in self.seats[v]:
                 total += seat.collect(self.keep[v], self.big_s)
             total[~self.keep[v]] = self.big_s
-            self.least[v] = total.min()
+            self.least[v] = np.minimum.reduce(total)
             if look is not None:
                 look(v, total)
             self._give(v, total - self.least[v], forwards=forwards)

@@ -53,9 +53,11 @@ class State:
         self.problem, self.limit_bytes = problem, problem.memory_limit_bytes
         self.tables = [self._net_features(t) for t in range(len(problem.nets))]
         self.slots = [self._slots(t) for t in range(len(problem.nets))]
+        # of each net, the slots behind the FIXED ones, side by side (None: there are none)
+        self.tails = [None if isinstance(slots, slice) else slice(slots[FIXED], slots[-1] + 1) for slots in self.slots]
         # lists: read one by one
-        self.columns = [[(use.node, use.column.tolist()) for use in net.uses] for net in problem.nets]
-        self.rows = [net.row.tolist() for net in problem.nets]
+        self.columns = [[(use.node, use.asks) for use in net.uses] for net in problem.nets]
+        self.rows = [net.makes for net in problem.nets]
         self.own = [self._node_features(v) for v in range(len(problem.nodes))]
         self.touching: list[list[_Touch]] = [[] for _ in problem.nodes]
         for t, net in enumerate(problem.nets):
@@ -183,7 +185,9 @@ class State:
                 if len(touch.known) == KNOWN:
                     touch.known.clear()
                 added = touch.known[key] = self._added_by(touch, row, columns)
-            out[self.slots[touch.net]] += added
+            out[:FIXED] += added[:FIXED]
+            if (tail := self.tails[touch.net]) is not None:
+                out[tail] += added[FIXED:]
         return out
 
     def _added_by(self, touch: _Touch, row: int, columns: list[int]) -> np.ndarray:
@@ -207,7 +211,7 @@ class State:
         return scale_s(self.problem)
 
     def _slots(self, t: int) -> slice | np.ndarray:
-        """The totals that net `t` adds to."""
+        """The totals that net `t` adds to: the FIXED ones, and others that are side by side."""
         group = self.problem.nets[t].group
         return slice(FIXED) if group < 0 else np.array([*range(FIXED), FIXED + group])
 

@@ -88,7 +88,7 @@ class Passes(OpPasses):
         each = self._by_piece(link)
         found: dict[tuple[int, str], tuple[int, str]] = {}
         for (op, _), use in zip(link.readers, net.uses, strict=True):
-            column, place = int(use.column[self.choice[use.node]]), self.home[op.name]
+            column, place = use.asks[self.choice[use.node]], self.home[op.name]
             found.setdefault((column, place if each else ""), (column, place))
         return list(found.values())
 
@@ -112,8 +112,7 @@ class Passes(OpPasses):
         at = [
             (op, max(operand, 0))
             for (op, operand), use in zip(link.readers, net.uses, strict=True)
-            if int(use.column[self.choice[use.node]]) == column
-            and (self.home[op.name] == name or not self._by_piece(link))
+            if use.asks[self.choice[use.node]] == column and (self.home[op.name] == name or not self._by_piece(link))
         ]
         moves = made.value != asked.value or made.back != asked.back
         read = _Read(link, made, asked, float(net.cost_s[row, column]), name, at if moves else [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from autopar.buckets import travels_alone
 from autopar.cluster import MeshAxis
@@ -17,9 +18,9 @@ LAST = 1_000
 """A number above those of all operands: events with it come after them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sent:
-    """A gather of a weight, or a scatter or sum of a gradient.
+    """A gather of a weight, or a scatter or sum of a gradient. Equal to itself only.
 
     `way`: its collectives, one after the other. `nbytes`: of the tensor as it is used on a rank (not sharded).
     `held`: of a gradient, the bytes that each of the collectives reads, which exist until it has ended.
@@ -47,9 +48,14 @@ class Sent:
         )
 
 
-def in_one_bucket(sent: Sequence[Sent]) -> list[Load]:
+def in_one_bucket(sent: Sequence[Sent]) -> Sequence[Load]:
     """The collectives of a bucket, with the copies around them: each runs once over the bytes of all that is packed,
     and once for each large tensor (runtime.coalesced), one right after the other."""
+    return _in_one_bucket(tuple(sent))
+
+
+@lru_cache(maxsize=1024)  # buckets of alike blocks have the same members, in all stages that these are in
+def _in_one_bucket(sent: tuple[Sent, ...]) -> Sequence[Load]:
     found = list[Load]()
     for number, parts in enumerate(zip(*(legs(one.way, moves) for one in sent), strict=True)):
         copies_s = sum(load.seconds for part in parts for load in part if not moves(load))

@@ -40,6 +40,8 @@ class Streams:
         self.now_s, self.work_s = 0.0, 0.0
         self._contention = contention
         self._queues: dict[tuple[int, bool], deque[Sending]] = {}
+        self._slower: dict[tuple[int, ...], list[float]] = {}  # by the numbers (id) of loads that `_loads` keeps
+        self._loads: list[Load] = []
 
     def collective(self, part: Load, during: str = "") -> Sending:
         """Begin a collective now, in the background."""
@@ -83,13 +85,11 @@ class Streams:
         if not running:
             self.now_s += compute_s
             return 0.0
-        loads = [sending.load for sending in running]
-        slowed = [slower(load, loads) for load in loads] if len(loads) > 1 else [1.0] * len(loads)
+        slowed = self._slowed(running) if len(running) > 1 else (1.0,)
         rate = max(LEAST_RATE, 1.0 - self._contention * len(running))
-        computed_s = compute_s / rate if compute_s > 0.0 else math.inf
-        took_s = min(
-            computed_s, *(sending.left_s * factor for sending, factor in zip(running, slowed, strict=True)), math.inf
-        )
+        took_s = computed_s = compute_s / rate if compute_s > 0.0 else math.inf
+        for sending, factor in zip(running, slowed, strict=True):
+            took_s = min(took_s, sending.left_s * factor)
         for sending, factor in zip(running, slowed, strict=True):
             left_s = sending.left_s - took_s / factor
             sending.left_s = left_s if left_s > ROUNDING * sending.load.seconds else 0.0
@@ -98,3 +98,13 @@ class Streams:
                 queue.popleft()
         self.now_s += took_s
         return 0.0 if took_s >= computed_s else compute_s - took_s * rate
+
+    def _slowed(self, running: Sequence[Sending]) -> Sequence[float]:
+        """The factor by which each of several collectives is slowed down by the others; alike blocks run the same ones
+        together."""
+        key = tuple([id(sending.load) for sending in running])
+        if (found := self._slower.get(key)) is None:
+            loads = [sending.load for sending in running]
+            found = self._slower[key] = [slower(load, loads) for load in loads]
+            self._loads += loads
+        return found

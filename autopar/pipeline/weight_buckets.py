@@ -70,7 +70,7 @@ class WeightBuckets:
         for link in self.model.links:
             if link.weight:
                 found.setdefault(link.ref, {}).update(
-                    dict.fromkeys(link.columns[int(use.column[self.choice[use.node]])] for use in link.uses)
+                    dict.fromkeys(link.columns[use.asks[self.choice[use.node]]] for use in link.uses)
                 )
         return {ref: list(pairs) for ref, pairs in found.items()}
 

@@ -95,6 +95,7 @@ class Planner:
     # per device over the limit, for every mesh and recipe that was short of memory
     missing_bytes: list[float] = field(default_factory=list)
     _parted: dict[str, Planner] = field(default_factory=dict)
+    _passing: tuple[Model, PassTables] | None = None  # the last that were made (`_pass_tables`)
 
     @staticmethod
     def of(
@@ -129,7 +130,7 @@ class Planner:
         `offload` only."""
         same = replace(request.settings, offload=self.request.settings.offload) == self.request.settings
         assert same, "operators are priced under other settings"
-        other = replace(self, request=request, remat={}, missing_bytes=[], settled=set(), _parted={})
+        other = replace(self, request=request, remat={}, missing_bytes=[], settled=set(), _parted={}, _passing=None)
         if request.settings == self.request.settings:
             return other
         assert not self.request.settings.offload, "plans on the host are told from those on devices"
@@ -375,10 +376,14 @@ class Planner:
 
     def _state(self, found: Candidate) -> HoningState:
         """The state of the descent: a Candidate's choices, priced pass by pass (forward and backward)."""
-        return HoningState(
-            PassTables(found.model.with_limit(self.request.limit_bytes), self.forward(found.mesh), sums_at_end=False),
-            found.solution.choice,
-        )
+        return HoningState(self._pass_tables(found), found.solution.choice)
+
+    def _pass_tables(self, found: Candidate) -> PassTables:
+        """The tables of a Candidate's passes; where it is asked first what honing promises, they are made once."""
+        if self._passing is None or self._passing[0] is not found.model:
+            model = found.model.with_limit(self.request.limit_bytes)
+            self._passing = found.model, PassTables(model, self.forward(found.mesh), sums_at_end=False)
+        return self._passing[1]
 
     def counted(self, found: Candidate) -> Candidate:
         """`found`, with its `peak_bytes` walked."""

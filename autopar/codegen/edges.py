@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from autopar.errors import PlanError
 from autopar.layout import NO_GRAD, Step, crosses, is_placed, parse, steps
@@ -330,6 +331,7 @@ def in_pair(plan: Plan, name: str, operand: int) -> LayoutPair:
     return LayoutPair.of(plan.nodes[name].ins[operand])
 
 
+@lru_cache(maxsize=4096)  # walks through the memory of a step ask several times for each operator of each plan
 def options(node: NodePlan) -> tuple[Option, ...]:
     """The options of a plan's node, one per mesh axis."""
     ins, outs = ([LayoutPair.of(text) for text in texts] for texts in (node.ins, node.outs))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -224,13 +225,14 @@ class _Shard:
     def _bytes_share(self) -> float:
         """The share of the elements of all tensors that the rank has which has most."""
         whole = sum(math.prod(tensor.sizes) for tensor in self.op.tensors)
-        return sum(most for most, _ in self._elements()) / whole if whole else 1.0
+        return sum(most for most, _ in self._elements) / whole if whole else 1.0
 
     def _unevenness(self) -> float:
         """The work of the rank that has most, over that with even shards: 4 / 3 where one of two ranks has two of three
         heads."""
-        return max((most / mean for most, mean in self._elements() if mean), default=1.0)
+        return max((most / mean for most, mean in self._elements if mean), default=1.0)
 
+    @cached_property
     def _elements(self) -> list[tuple[int, float]]:
         """Of each tensor, the elements on the rank that has most, and on the mean of all ranks."""
         layouts = [tuple((*o.ins, *o.outs)[index].value for o in self.options) for index in range(len(self.op.tensors))]

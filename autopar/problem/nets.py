@@ -217,9 +217,10 @@ def step_s(link: Link, prices: Prices, again: set[int], first: set[int]) -> np.n
             grad_bytes=prices.gradient_bytes(link.program.ops[link.ref[0]], link.size_bytes) if link.weight else None,
         )
 
-    found = once_s(link.columns, again) * link.count
+    each_s = once_s(link.columns, again)
+    found = each_s * link.count
     if late or (link.weight and again != first):
-        saved_s = once_s(link.columns, again) - once_s(
+        saved_s = each_s - once_s(
             [LayoutPair(c.value, (NO_GRAD,)) for c in link.columns] if late else link.columns, first
         )
         found -= np.where(np.isfinite(found), saved_s, 0.0) * link.program.first_runs(link.ref)

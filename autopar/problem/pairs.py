@@ -19,6 +19,7 @@ class LayoutPair(NamedTuple):
     each: bool = False
 
     @staticmethod
+    @cache
     def of(text: str) -> LayoutPair:
         """From a plan's `"S0,R|S0,P"`."""
         value, grad = text.split("|")

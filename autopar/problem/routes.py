@@ -94,7 +94,7 @@ class Routes:
         """[sources, targets]: the route from each source to each target."""
         src, dst = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
         at_src, at_dst = {s: i for i, s in enumerate(src)}, {d: i for i, d in enumerate(dst)}
-        found = RouteTable.of([[self.number(source, target) for target in dst] for source in src])
+        found = RouteTable.of([self._from(source, dst) for source in src])
         return RouteTable(found.numbers, found.at[np.ix_([at_src[s] for s in sources], [at_dst[d] for d in targets])])
 
     def number(self, source: Layout, target: Layout) -> int:
@@ -102,18 +102,33 @@ class Routes:
         known = self._numbers.setdefault(source, {})
         return known[target] if target in known else self._find(known, source, target)
 
+    def _from(self, source: Layout, targets: Sequence[Layout]) -> list[int]:
+        """The numbers of the routes from `source` to each of `targets`."""
+        known = self._numbers.setdefault(source, {})
+        return [known[target] if target in known else self._find(known, source, target) for target in targets]
+
     def seconds(self, table: RouteTable, size_bytes: float, bucket_bytes: float = 0.0) -> np.ndarray:
         """[...]: seconds of each route, all its steps one after the other."""
-        found = []
-        for number in table.numbers:
-            own_bytes = self._own_bucket(number, size_bytes, bucket_bytes)
-            known = self._sized(size_bytes, own_bytes)
-            if number not in known.route_s:
-                known.route_s[number] = sum(
-                    [self._step_s(known, index, size_bytes, own_bytes) for index in self._routes[number]]
-                )
-            found.append(known.route_s[number])
+        if bucket_bytes:
+            found = [self._bucket_s(number, size_bytes, bucket_bytes) for number in table.numbers]
+        else:
+            known = self._sized(size_bytes, 0.0)
+            found = [self._route_s(known, number, size_bytes, 0.0) for number in table.numbers]
         return np.array(found, float)[table.at]
+
+    def _bucket_s(self, number: int, size_bytes: float, bucket_bytes: float) -> float:
+        """Seconds of one route of a tensor in a bucket of `bucket_bytes`."""
+        own_bytes = self._own_bucket(number, size_bytes, bucket_bytes)
+        return self._route_s(self._sized(size_bytes, own_bytes), number, size_bytes, own_bytes)
+
+    def _route_s(self, known: _Sized, number: int, size_bytes: float, bucket_bytes: float) -> float:
+        """Seconds of one route, `known` or computed."""
+        found = known.route_s.get(number)
+        if found is None:
+            found = known.route_s[number] = sum(
+                [self._step_s(known, index, size_bytes, bucket_bytes) for index in self._routes[number]]
+            )
+        return found
 
     def _own_bucket(self, number: int, size_bytes: float, bucket_bytes: float) -> float:
         """`bucket_bytes` of a tensor on one route; BY_ITSELF where it is too large to be packed, 0 where its steps are

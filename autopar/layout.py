@@ -188,7 +188,11 @@ def consistent(layout: Layout) -> bool:
 
 def fraction(layout: Layout, sizes: Sequence[int]) -> float:
     """The share of the whole tensor that one rank holds; under O<c> the one at c."""
-    return 1.0 / math.prod(n for e, n in zip(layout, sizes, strict=True) if is_shard(e))
+    ways = 1
+    for entry, n in zip(layout, sizes, strict=True):
+        if is_shard(entry):
+            ways *= n
+    return 1.0 / ways
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:

@@ -180,7 +180,6 @@ class _Levels:
     full: list[Alternative] = field(default_factory=list)
     # whether devices turned out not to be short of memory, so that more rematerialisation gains nothing
     roomy: bool = False
-    least_with_room_s: float = 0.0  # no mesh has a faster plan than this, however much memory there is
 
     @property
     def closed(self) -> bool:
@@ -247,12 +246,7 @@ class _Levels:
         """Whether some mesh would have a faster plan than `best` if devices had more memory, where something failed for
         want of it."""
         below_s = best.cost.time_s * (1 - 2 * PRICE_TOLERANCE)
-        if not self.planner.missing_bytes or below_s <= self.least_with_room_s:
-            return False
-        faster = faster_with_room(self.planner, below_s)
-        if not faster:
-            self.least_with_room_s = below_s
-        return faster
+        return bool(self.planner.missing_bytes) and faster_with_room(self.planner, below_s)
 
 
 def _seconds(found: Candidate | None) -> float:
@@ -275,13 +269,18 @@ def beating(planner: Planner, known_s: float, open_: Sequence[str], timer: Timer
 
 def faster_with_room(planner: Planner, below_s: float) -> bool:
     """Whether a glance at all meshes finds a plan that takes less than `below_s` if memory is not limited and no block
-    runs again. The memory limit of `planner` does not count."""
+    runs again. The memory limit of `planner` does not count. Where nothing was found once, nothing is looked for that
+    takes less."""
+    held = planner.request.settings.offload
+    if below_s <= planner.roomy_s.get(held, 0.0):
+        return False
     roomy = planner.anew(replace(planner.request, memory_bytes=math.inf))
     for sizes in searched_meshes(roomy):
         model = roomy.model(sizes, space(sizes), "with room")
         found = ilp.glance(model.problem, time_limit_s=GLANCE_S, cutoff_s=below_s)
         if step_cost(model, found.choice, roomy.forward(model.prices.mesh)).time_s < below_s:
             return True
+    planner.roomy_s[held] = below_s
     return False
 
 

@@ -95,6 +95,8 @@ class Planner:
     # per device over the limit, for every mesh and recipe that was short of memory
     missing_bytes: list[float] = field(default_factory=list)
     _parted: dict[str, Planner] = field(default_factory=dict)
+    # by what is offloaded: no mesh has a faster step than this, however much memory there is (onestage)
+    roomy_s: dict[str, float] = field(default_factory=dict)
     _passing: tuple[Model, PassTables] | None = None  # the last that were made (`_pass_tables`)
 
     @staticmethod

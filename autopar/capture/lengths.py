@@ -70,15 +70,15 @@ def _handed_on(file: ModuleType) -> frozenset[str]:
         tree = ast.parse(inspect.getsource(file))
     except (OSError, TypeError, SyntaxError):
         return frozenset(NUMBERS)
-    plain: set[ast.AST] = set()
-    for node in ast.walk(tree):
+    nodes, plain = [*ast.walk(tree)], set[ast.AST]()
+    for node in nodes:
         if isinstance(node, ast.Call):
             asks = isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass", "map")
             plain.update([node.func], *(ast.walk(argument) for argument in node.args if asks))
         notes = [getattr(node, field, None) for field in ("annotation", "returns")]
         plain.update(*(ast.walk(note) for note in notes if isinstance(note, ast.AST)))
     return frozenset(
-        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in NUMBERS and node not in plain
+        node.id for node in nodes if isinstance(node, ast.Name) and node.id in NUMBERS and node not in plain
     )
 
 

@@ -189,11 +189,15 @@ class _Dual:
     def progress(self) -> tuple[int, int, float]:
         """A tuple that increases while rounds are worth their time: the bound (in thousandths of the first solution's
         time), the number of choices ruled out, and the time of the known solution."""
-        return int(1000 * self.best_s / self.first_s), -sum(int(k.sum()) for k in self.messages.keep), -self.known_s
+        return (
+            int(1000 * self.best_s / self.first_s),
+            -sum(np.count_nonzero(k) for k in self.messages.keep),
+            -self.known_s,
+        )
 
     def closed(self) -> bool:
         """Whether the bound has reached the time of the known solution, or no other choice is left."""
-        return self.best_s >= self.known_s * (1 - _SLACK) or all(int(k.sum()) == 1 for k in self.messages.keep)
+        return self.best_s >= self.known_s * (1 - _SLACK) or all(np.count_nonzero(k) == 1 for k in self.messages.keep)
 
     def step(self, deadline: float) -> None:
         """Note the bound, descend from the decoded solution, and move the prices along the subgradient (Polyak's

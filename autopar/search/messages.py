@@ -49,11 +49,9 @@ class Factor:
         """The min-marginal of the member number `slot`, by row or column: the least cost of the factor with that layout
         fixed, less the messages to the other members."""
         if len(self.uses) == 1:  # most factors: one table, no readers that share
-            return np.asarray(
-                np.minimum.reduce(self.table - self.messages[1], 1)
-                if slot == 0
-                else np.minimum.reduce(self.table - self.messages[0][:, None], 0)
-            )
+            rest = self.table - (self.messages[1] if slot == 0 else self.messages[0][:, None])
+            least: np.ndarray = np.minimum.reduce(rest, 1 - slot)
+            return least
         away = [-m for m in self.messages[1:]]
         if slot == 0:
             return row_marginal(self.table, away)
@@ -106,9 +104,13 @@ class Seat:
     def give(self, spare: np.ndarray) -> None:
         """Give cost back to the factor: `spare` [choices] is what each choice of the node has to give; a layout gives
         the least of its choices, and nothing where it has none."""
-        message = self.factor.messages[self.slot].copy()
-        groups = self.groups
-        message[groups.used] -= np.minimum.reduceat(spare[groups.order], groups.starts)
+        groups, message = self.groups, self.factor.messages[self.slot]
+        given = np.minimum.reduceat(spare[groups.order], groups.starts)
+        if len(given) == len(message):  # each layout has a choice
+            message = message - given
+        else:
+            message = message.copy()
+            message[groups.used] -= given
         self.factor.messages[self.slot] = message
 
 
@@ -119,6 +121,7 @@ class Messages:
     def __init__(self, factors: Sequence[Factor], own: list[np.ndarray], keep: list[np.ndarray], big_s: float) -> None:
         self.factors, self.own, self.keep, self.big_s = list(factors), own, keep, big_s
         self.least = np.zeros(len(own))
+        self._dropped: list[np.ndarray | None] = [None] * len(own)  # those outside of `keep`; None: to be found again
         self.seat()
 
     def seat(self) -> None:
@@ -145,7 +148,10 @@ class Messages:
             total = self.own[v].copy()
             for seat in self.seats[v]:
                 total += seat.collect(self.keep[v], self.big_s)
-            total[~self.keep[v]] = self.big_s
+            if (dropped := self._dropped[v]) is None:
+                dropped = self._dropped[v] = np.flatnonzero(~self.keep[v])
+            if len(dropped):
+                total[dropped] = self.big_s
             self.least[v] = np.minimum.reduce(total)
             if look is not None:
                 look(v, total)
@@ -162,6 +168,7 @@ class Messages:
     def drop(self, v: int, worse: np.ndarray) -> None:
         """Take the choices `worse` (bool) of node `v` out of `keep`."""
         self.keep[v] &= ~worse
+        self._dropped[v] = None
         self.own[v][worse] = self.big_s
         for seat in self.seats[v]:
             seat.dead = None

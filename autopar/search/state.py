@@ -96,13 +96,14 @@ class State:
                 self._stale.update((v, *self.near[v]))
         self.choice = list(choice)
         self.totals = np.zeros((self._rows, 1))
+        totals = self.totals[:, 0]
         for v, c in enumerate(choice):
             if c >= 0:
-                self.totals[:, 0] += self.own[v][:, c]
+                totals += self.own[v][:, c]
         for t, (net, table) in enumerate(zip(self.problem.nets, self.tables, strict=True)):
-            if choice[net.producer] >= 0:
+            if choice[net.producer] >= 0 and (asked := self._asked(self.columns[t])):
                 row = self.rows[t][choice[net.producer]]
-                self.totals[self.slots[t], 0] += table[:, row, self._asked(self.columns[t])].sum(1)
+                self._add(t, totals, table[:, row, asked[0]] if len(asked) == 1 else table[:, row, asked].sum(1))
 
     def move(self, v: int, c: int) -> None:
         """Move node `v` to choice `c`."""
@@ -138,7 +139,7 @@ class State:
         changes = self._changes[:, self.starts[v] : self.starts[v + 1]]
         if v in self._stale:
             whole, now = self._count(v), self.choice[v]
-            changes[:] = whole - (whole[:, now : now + 1] if now >= 0 else self._idle(v))
+            np.subtract(whole, whole[:, now : now + 1] if now >= 0 else self._idle(v), out=changes)
             self._stale.discard(v)
         return changes
 
@@ -185,10 +186,14 @@ class State:
                 if len(touch.known) == KNOWN:
                     touch.known.clear()
                 added = touch.known[key] = self._added_by(touch, row, columns)
-            out[:FIXED] += added[:FIXED]
-            if (tail := self.tails[touch.net]) is not None:
-                out[tail] += added[FIXED:]
+            self._add(touch.net, out, added)
         return out
+
+    def _add(self, t: int, totals: np.ndarray, added: np.ndarray) -> None:
+        """Add to `totals` what net `t` adds to its slots."""
+        totals[:FIXED] += added[:FIXED]
+        if (tail := self.tails[t]) is not None:
+            totals[tail] += added[FIXED:]
 
     def _added_by(self, touch: _Touch, row: int, columns: list[int]) -> np.ndarray:
         """[slots, choices]: what a net adds under each choice of the node that it touches, made in `row` (-1: as the
@@ -201,6 +206,8 @@ class State:
 
     def _asked(self, readers: list[tuple[int, list[int]]]) -> list[int]:
         """The distinct columns that the placed ones of `readers` ask for."""
+        if not readers:
+            return []
         choice = self.choice
         asked = {column[choice[node]] for node, column in readers if choice[node] >= 0}
         return sorted(asked) if len(asked) > 1 else [*asked]

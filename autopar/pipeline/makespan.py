@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.errors import PlanError
 from autopar.pipeline.orders import Action, StageTime
-from autopar.pipeline.summing import slower_all_s, slower_s
+from autopar.pipeline.summing import most_slower_s, slower_all_s, slower_s
 
 KINDS = "FBIW"
 """Kinds of actions (orders.Action.kind): forward, whole backward, its parts for inputs and for weights."""
@@ -110,13 +110,9 @@ class Flow:
         contention = max(time.summing.contention for time in times)
         share = max(time.gathering.contention for time in times)
         gathered = [times[stage].gathering.ahead_s for stage in self.opening]  # when the leaves of its next stage are
-        done: list[float] = []
         arrived: list[float] = []
-        for place, stage, kind, hop, here, sent, first, last, beside, coming in self.steps:
-            end = clock[place]
-            for index in here:
-                if done[index] > end:
-                    end = done[index]
+        for place, stage, kind, hop, _, sent, first, last, beside, coming in self.steps:
+            end = clock[place]  # by then all that it waits for on its own place has ended
             for index in sent:
                 if arrived[index] > end:
                     end = arrived[index]
@@ -135,7 +131,6 @@ class Flow:
                 clock[place] = end = end + contention * (own.whole_s - left_s)
                 summed[place] = max(end + left_s, summed[place] + own.whole_s)
                 late[place] += own.late_s
-            done.append(end)
             if hop >= 0 and times[hop].send_s:
                 free[place] = end = max(free[place], end) + times[hop].send_s
             arrived.append(end)
@@ -151,35 +146,33 @@ class Flow:
         took_s, (send_s, whole_s, left_s, late_s, shares, *leaves) = times_s[: len(KINDS)], times_s[len(KINDS) :]
         longer_s, ahead_s, block_s, gather_shares = leaves
         contention, share = float(shares.max(initial=0.0)), float(gather_shares.max(initial=0.0))
+        most_s, most_gather_s = most_slower_s(took_s, contention), most_slower_s(took_s, share)
         ahead = (ahead_s.max(axis=1, initial=0.0) > 0.0).tolist()
         gathered = [ahead_s[stage] for stage in self.opening]
         busy = [ahead[stage] for stage in self.opening]  # whether leaves of its next stage may be on their way
         clock, free, summed, late = ([np.zeros(times_s.shape[2])] * self.places for _ in range(4))
         sends = (send_s.max(axis=1, initial=0.0) > 0.0).tolist()
-        done: list[np.ndarray] = []
         arrived: list[np.ndarray] = []
-        for place, stage, kind, hop, here, sent, first, last, beside, coming in self.steps:
-            end = clock[place]
-            for index in here:
-                end = np.maximum(end, done[index])
+        for place, stage, kind, hop, _, sent, first, last, beside, coming in self.steps:
+            end = clock[place]  # as in `ends_s`
             for index in sent:
                 end = np.maximum(end, arrived[index])
             if busy[place] and first:
                 end, busy[place] = np.maximum(end, gathered[place]), False
             elif busy[place]:
-                end = end + slower_all_s(took_s[kind, stage], gathered[place] - end, share)
+                end = end + slower_all_s(most_gather_s[kind, stage], gathered[place] - end, share)
             if beside and contention:
-                end = end + slower_all_s(took_s[kind, stage], summed[place] - end, contention)
-            clock[place] = end = end + took_s[kind, stage] + (longer_s[stage] if first else 0.0)
+                end = end + slower_all_s(most_s[kind, stage], summed[place] - end, contention)
+            end = end + took_s[kind, stage]
+            clock[place] = end = end + longer_s[stage] if first else end
             if coming >= 0 and ahead[coming]:
                 gathered[place], busy[place] = end - block_s[stage] + ahead_s[coming], True
-                clock[place] = end = end + slower_all_s(block_s[stage], ahead_s[coming], share)
+                clock[place] = end = end + slower_all_s(most_slower_s(block_s[stage], share), ahead_s[coming], share)
             if last:
                 after_s = left_s[stage] if kind == WHOLE and not stage else whole_s[stage]
                 clock[place] = end = end + contention * (whole_s[stage] - after_s)
                 summed[place] = np.maximum(end + after_s, summed[place] + whole_s[stage])
                 late[place] = late[place] + late_s[stage]
-            done.append(end)
             if hop >= 0 and sends[hop]:
                 free[place] = end = np.maximum(free[place], end) + send_s[hop]
             arrived.append(end)

@@ -68,6 +68,11 @@ def slower_s(took_s: float, left_s: float, contention: float) -> float:
     return max(0.0, min(took_s * contention / (1.0 - contention), contention * left_s))
 
 
-def slower_all_s(took_s: np.ndarray, left_s: np.ndarray, contention: float) -> np.ndarray:
-    """`slower_s` of many actions."""
-    return np.maximum(0.0, np.minimum(took_s * (contention / (1.0 - contention)), contention * left_s))
+def slower_all_s(most_s: np.ndarray, left_s: np.ndarray, contention: float) -> np.ndarray:
+    """`slower_s` of many actions, given the most that they can be slower (`most_slower_s`)."""
+    return np.maximum(0.0, np.minimum(most_s, contention * left_s))
+
+
+def most_slower_s(took_s: np.ndarray, contention: float) -> np.ndarray:
+    """Seconds by which actions of `took_s` take longer if sums run all the time."""
+    return took_s * (contention / (1.0 - contention))

@@ -149,7 +149,7 @@ def _allowed(problem: Problem) -> list[np.ndarray]:
     """For each node, which choices have a finite cost and a finite entry in every net, given the others' choices."""
     allowed = [np.isfinite(node.cost_s) for node in problem.nodes]
     before = -1
-    while before != (before := sum(np.count_nonzero(a) for a in allowed)):
+    while before != (before := sum(int(np.count_nonzero(a)) for a in allowed)):
         for net in problem.nets:
             finite = np.isfinite(net.cost_s)
             for use in net.uses:

@@ -191,7 +191,7 @@ class _Dual:
         time), the number of choices ruled out, and the time of the known solution."""
         return (
             int(1000 * self.best_s / self.first_s),
-            -sum(np.count_nonzero(k) for k in self.messages.keep),
+            -sum(int(np.count_nonzero(k)) for k in self.messages.keep),
             -self.known_s,
         )
 

@@ -17,7 +17,7 @@ from autopar.bestfirst import HONED, PRICE_TOLERANCE, Look, _unfolded, first_loo
 from autopar.candidate import Candidate
 from autopar.capture import capture
 from autopar.cluster import Cluster
-from autopar.onestage import SIMPLER, _short_of_memory, _simplest, plan, plan_with
+from autopar.onestage import SIMPLER, _short_of_memory, _simplest, faster_with_room, plan, plan_with
 from autopar.planner import Planner
 from autopar.problem.settings import Settings
 from autopar.problem.types import Cost, Problem, Solution
@@ -206,6 +206,23 @@ def test_a_plan_far_from_the_best_of_its_problem_is_only_short_of_memory_where_t
     )
     planner.missing_bytes.append(1.0)  # of another mesh
     assert _short_of_memory(planner, best) == short
+
+
+def test_what_no_room_makes_faster_is_not_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request(Cluster.parse("l4:2x2"), mesh=(4,))
+    planner = Planner.of(graph(1), {"b": 4096}, request)
+    asked = list[Problem]()
+
+    def glance(problem: Problem, **how: Any) -> Solution:
+        asked.append(problem)
+        return ilp_glance(problem, **how)
+
+    ilp_glance = ilp.glance
+    monkeypatch.setattr(ilp, "glance", glance)
+    assert faster_with_room(planner, math.inf) and len(asked) == 1
+    assert not faster_with_room(planner, 1e-6) and len(asked) == 2
+    assert not faster_with_room(planner.anew(replace(request, memory_bytes=1.0)), 5e-7) and len(asked) == 2
+    assert faster_with_room(planner, math.inf)
 
 
 def test_what_does_not_fit_as_it_runs_is_short_of_memory_though_its_problem_has_room() -> None:

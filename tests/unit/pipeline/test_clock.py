@@ -107,6 +107,14 @@ def test_a_bucket_is_summed_also_where_another_operator_sends_the_gradient_to_it
     assert exposed_s == pytest.approx(sum(load.seconds for load in together))
 
 
+def test_the_bucket_of_each_block_is_put_together_once() -> None:
+    """Blocks have the same gradients; those of another block with equal numbers are others."""
+    one, other = _summed(20.0), _summed(20.0)
+    assert in_one_bucket([one.sent, one.sent]) is in_one_bucket([one.sent, one.sent])
+    assert in_one_bucket([one.sent]) is not in_one_bucket([other.sent])
+    assert in_one_bucket([one.sent]) == in_one_bucket([other.sent])
+
+
 def test_a_bucket_waits_for_all_gradients_that_it_has_from_the_beginning() -> None:
     """A small one comes late from its scatter. The one behind it, which came before, does not fill the bucket in its
     place: that one begins the next bucket."""

@@ -173,16 +173,17 @@ class HoningState(State):
         """Given the `running` background: [columns] seconds of all of the work beside it, and [axes, columns] seconds
         of background collectives that run meanwhile."""
         taken = self.shares.T @ running  # [levels, columns] of each link
-        slower = [np.maximum(1.0, taken[used].max(0)) for used in self.used]
+        slower = [np.maximum(1.0, _most(taken, used)) for used in self.used]
         pace_s = compute_s / (1.0 - np.minimum(0.99, self.passing.model.prices.contention * running.sum(0)))
         moved_s = pace_s / slower
         for axis, wait_s in enumerate(waits):
             if not wait_s.any():
                 continue
             beside = taken + self.shares[axis][:, None]
-            seconds = wait_s * np.maximum(1.0, beside[self.used[axis]].max(0))
+            slower = [np.maximum(1.0, _most(beside, used)) for used in self.used]
+            seconds = wait_s * slower[axis]
             pace_s = pace_s + seconds
-            moved_s += seconds / [np.maximum(1.0, beside[used].max(0)) for used in self.used]
+            moved_s += seconds / slower
         return pace_s, moved_s
 
     def _slots(self, t: int) -> slice | np.ndarray:
@@ -211,6 +212,11 @@ class HoningState(State):
             ]
         )
         return fixed if once else np.concatenate([fixed, _of_passes(self.passing.nets[t].each)])
+
+
+def _most(taken: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """[columns] the most that is `taken` [levels, columns] of one of the links `used`."""
+    return np.asarray(taken[used[0]] if len(used) == 1 else taken[used].max(0))
 
 
 def _of_passes(each: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ goes from the reader to the *leaf*, and from the leaf to where the weight *rests
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -64,12 +64,18 @@ class Between:
     @cached_property
     def read(self) -> RouteTable:
         """[rows, columns]: of a weight's gradient, from what readers leave to that of the leaf."""
-        return self._each(lambda row, column: (column.back, LayoutPair(row.value, synced(row, column)).back))
+        backs, number = [column.back for column in self.columns], self._routes.number
+        return RouteTable.of(
+            [[number(back, leaf) for back, leaf in zip(backs, leaves, strict=True)] for leaves in self._leaves]
+        )
 
     @cached_property
     def summed(self) -> RouteTable:
         """[rows, columns]: of a weight's gradient, from that of the leaf to that at rest."""
-        return self._each(lambda row, column: (LayoutPair(row.value, synced(row, column)).back, row.back))
+        backs, number = [row.back for row in self.rows], self._routes.number
+        return RouteTable.of(
+            [[number(leaf, back) for leaf in leaves] for back, leaves in zip(backs, self._leaves, strict=True)]
+        )
 
     @cached_property
     def leaf(self) -> RouteTable:
@@ -78,10 +84,10 @@ class Between:
             [[self._routes.number(r.back if i in self.once else r.value, r.value)] for i, r in enumerate(self.rows)]
         )
 
-    def _each(self, ends: Callable[[LayoutPair, LayoutPair], tuple[Layout, Layout]]) -> RouteTable:
-        return RouteTable.of(
-            [[self._routes.number(*ends(row, column)) for column in self.columns] for row in self.rows]
-        )
+    @cached_property
+    def _leaves(self) -> list[list[Layout]]:
+        """[rows][columns]: of a weight's gradient, the layout of its leaf."""
+        return [[LayoutPair(row.value, synced(row, column)).back for column in self.columns] for row in self.rows]
 
 
 class PairRoutes(Routes):

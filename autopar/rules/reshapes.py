@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import sympy
 
@@ -124,6 +125,7 @@ def _equal(one: Size, other: Size) -> bool:
     return bool(sympy.expand(one - other) == 0)
 
 
+@lru_cache(maxsize=4096)  # the same sizes are divided for every number of ranks
 def quotient(one: Size, other: Size) -> Size | None:
     """`one / other` if that is a whole number for all values of the symbols, else None."""
     if isinstance(one, int) and isinstance(other, int):

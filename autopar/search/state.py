@@ -242,8 +242,12 @@ class State:
         tables of net `t`."""
         net = self.problem.nets[t]
         forbidden = np.isinf(net.cost_s)
-        hideable = [net.hideable_s] if net.group >= 0 else []
-        return np.stack([np.where(forbidden, 0.0, net.shown_s), net.memory_bytes, forbidden.astype(float), *hideable])
+        found = np.empty((FIXED + (net.group >= 0), *net.cost_s.shape))
+        found[SECONDS], found[BYTES], found[FORBIDDEN] = net.shown_s, net.memory_bytes, forbidden
+        found[SECONDS][forbidden] = 0.0
+        if net.group >= 0:
+            found[FIXED] = net.hideable_s
+        return found
 
 
 def _members(net: Net) -> list[int]:
@@ -270,7 +274,13 @@ def scale_s(problem: Problem) -> float:
     is 0."""
     total = 0.0
     for node in problem.nodes:
-        total += float(np.abs(node.cost_s[np.isfinite(node.cost_s)]).max(initial=0.0))
+        total += _largest(np.abs(node.cost_s))
     for net in problem.nets:
-        total += float(net.cost_s[np.isfinite(net.cost_s)].max(initial=0.0)) * len(net.uses)
+        total += _largest(net.cost_s) * len(net.uses)
     return total or 1.0
+
+
+def _largest(seconds: np.ndarray) -> float:
+    """The largest finite entry of `seconds`, none of which is negative; 0 where there is none."""
+    most = float(seconds.max(initial=0.0))
+    return most if most < np.inf else float(seconds[np.isfinite(seconds)].max(initial=0.0))

@@ -4,6 +4,7 @@ Called by memory.place."""
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
@@ -22,11 +23,12 @@ def instances(shares: Shares, views: Sequence[View]) -> dict[str, int]:
     """How many tensors of each parameter, buffer, constant and input the stages of a place hold: for those of a block
     one per instance of the block; for others one, however many stages read it."""
     found: dict[str, int] = {}
+    blocks = Counter[str]()
+    for view in views:
+        blocks.update({scope: stop - first for scope, (first, stop) in view.blocks.items()})
     for op in shares.program.ops.values():
         if op.scope:
-            found[op.name] = sum(
-                stop - first for view in views for scope, (first, stop) in view.blocks.items() if scope == op.scope
-            )
+            found[op.name] = blocks[op.scope]
         else:
             found[op.name] = int(op.role == "input" or any(op.name in view.held for view in views))
     return found

@@ -190,11 +190,11 @@ class Filling:
     def _again(self, stage: int, first: int, stop: int) -> int | None:
         """How many of the pieces `[first, stop)`, counted from the first, `stage` must run again to fit; None where it
         exceeds its limits with any number."""
-        table, (limit_s, *room) = self.tables[stage], self.may[stage]
-        limit_s = min(limit_s, self._stage_s) * (1 + 1e-12)
+        table, may = self.tables[stage], self.may[stage]
+        limit_s = min(may.seconds, self._stage_s) * (1 + 1e-12)
         if table.slow(first, stop, limit_s):
             return None
-        again = table.again(first, stop, self.in_flight[stage], *room)
+        again = table.again(first, stop, self.in_flight[stage], may.nbytes, may.spare)
         slow = again is not None and table.time_s(first, stop, again) > limit_s
         return None if slow else again
 

@@ -106,7 +106,7 @@ def _unread(program: Program) -> list[Ref]:
     return [
         (op.name, 0)
         for op in program.ops.values()
-        if op.role in ("param", "buffer") and not op.scope and op.name not in {*read, *changed}
+        if op.role in ("param", "buffer") and not op.scope and op.name not in read and op.name not in changed
     ]
 
 

@@ -348,7 +348,7 @@ class Program:
         op = self.ops[ref[0]]
         return op.count // self.runs[op.scope].count if op.scope else 0
 
-    @property
+    @cached_property
     def results(self) -> list[Op]:
         """The results of the model: loss, outputs, new values of buffers outside of blocks, in the order of the graph's
         outputs."""

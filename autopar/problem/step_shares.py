@@ -207,7 +207,9 @@ def combined(micro: Model, once: Model, share: Share, memory_limit_bytes: float)
         for b in once.problem.nets
         if b.cost_s.any()
     ]
-    problem = Problem(nodes, tuple(nets), micro.problem.groups, memory_limit_bytes, micro.problem.name)
+    problem = Problem(
+        nodes, tuple(nets), micro.problem.groups, memory_limit_bytes, micro.problem.name, _check=False
+    )  # sums of what was checked
     return replace(micro, problem=problem)
 
 

@@ -99,7 +99,13 @@ def local(
 
 def _batch_divides(size: sympy.Expr, axes: Sequence[int], exact: Collection[int]) -> bool:
     """Whether `axes` cut a size evenly because they cut the batch evenly (`exact`), of which it is a multiple."""
-    return bool(sympy.cancel(size / BATCH).is_polynomial()) and all(axis in exact for axis in axes)
+    return all(axis in exact for axis in axes) and _is_multiple(size)
+
+
+@cache
+def _is_multiple(size: sympy.Expr) -> bool:
+    """Whether a size is a multiple of the batch."""
+    return bool(sympy.cancel(size / BATCH).is_polynomial())
 
 
 @cache

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, get_type_hints
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -57,7 +58,8 @@ def _cumulative(norm: Any, x: Tensor) -> Tensor:
     result = F.batch_norm(x, *running, norm.weight, norm.bias, norm.training, 1.0, norm.eps)
     if norm.training:
         norm.num_batches_tracked.add_(1)
-        share = 1.0 / norm.num_batches_tracked
+        # a quotient of whole numbers is float32, also where statistics are float64
+        share = 1.0 / norm.num_batches_tracked.to(torch.promote_types(running[0].dtype, torch.float32))
         for statistic, old in zip(running, before, strict=True):
             statistic.copy_(old * (1 - share) + statistic * share)
     return result

@@ -22,6 +22,7 @@ import torch
 
 from autopar._torch import OpOverload
 from autopar.errors import PlanError
+from autopar.layout import is_shard
 from autopar.problem.graph import Op, Program, Ref
 from autopar.rules import RULES
 from autopar.rules.language import Option
@@ -179,11 +180,12 @@ def _check_run(
 def _refusal(program: Program, op: Op, ref: Ref, made: str, wanted: str, count: int) -> str:
     """The message for an operator that reads `ref`, made as `made` over microbatches, as `wanted`."""
     source = program.ops[ref[0]]
-    what = (
-        "needs the sum over the whole batch of"
-        if made == "P"
-        else f"wants as {wanted} what microbatches have as {made}:"
-    )
+    if made == "P":
+        what = "needs the sum over the whole batch of"
+    elif is_shard(made) and not is_shard(wanted):
+        what = "needs all samples of the batch together of"
+    else:
+        what = f"wants as {wanted} what microbatches have as {made}:"
     rule = (
         ""
         if op.target in RULES or not isinstance(op.target, OpOverload)

@@ -133,7 +133,7 @@ SAVED: dict[Any, Row] = {
     **dict.fromkeys(CHOOSING, fixed(SECOND)),
     **dict.fromkeys(WITH_RESULT, fixed(0, OUT)),
     **dict.fromkeys(POOLS, fixed(0, SECOND)),
-    **dict.fromkeys((aten.addcmul.default, aten.addmv.default), added_product),
+    **dict.fromkeys((aten.addcmul.default, aten.addmv.default, aten.addr.default), added_product),
     **dict.fromkeys((aten.fmod.Tensor, aten.remainder.Tensor), last_result(0, 1)),
     **dict.fromkeys(
         (

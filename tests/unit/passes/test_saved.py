@@ -109,6 +109,7 @@ SAMPLES = {
     },
     aten.mv.default: lambda: (aten.mv.default, (r(40, 50), r(50, grad=False))),
     aten.dot.default: lambda: (aten.dot.default, (r(50), r(50))),
+    aten.addr.default: lambda: (aten.addr.default, (r(40, 50), r(40), r(50))),
     aten.vdot.default: lambda: (aten.vdot.default, (r(50, grad=False), r(50))),
     aten.stack.default: lambda: (aten.stack.default, ([r(3, 4), r(3, 4)],)),
     ops.as_complex: lambda: (ops.as_complex, (r(3, 2),)),

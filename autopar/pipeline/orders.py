@@ -98,8 +98,8 @@ def _one_forward_one_backward(place: int, places: int, microbatches: int) -> lis
     last place."""
     if microbatches < places:
         raise PlanError(
-            f"schedule 1f1b cannot run {microbatches} microbatches in {places} stages: it wants at least as many "
-            "microbatches"
+            f"schedule 1f1b cannot run {microbatches} microbatches in {places} stages: it wants at least {places}; the "
+            "schedule gpipe runs any number"
         )
     begun = min(microbatches, places - place)
     found = [Action("F", place, m) for m in range(begun)]

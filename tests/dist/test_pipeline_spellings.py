@@ -150,3 +150,23 @@ def test_what_a_ring_would_exchange_is_not_cut_into_microbatches() -> None:
     who = Rows("positions first", "train", capture(model, (torch.zeros(8, 4, D),)), model.state_dict())
     with pytest.raises(PlanError, match=r"all samples .*so 2 microbatches would not compute what the batch computes"):
         by_stages(who, (1,), (roles.nothing,), 2, 2, "1f1b")
+
+
+class EveryPair(nn.Module):
+    """A loss that compares every sample with every other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.head(self.stem(x).tanh())
+        return (h @ h.t()).logsumexp(1).mean()
+
+
+def test_the_refusal_of_microbatches_says_which_value_all_samples_are_needed_of() -> None:
+    model = EveryPair()
+    who = Rows("every pair", "train", capture(model, (torch.zeros(8, D),)), model.state_dict())
+    with pytest.raises(PlanError, match=r"needs at once, of all samples, \w+ \(.*so 2 microbatches would not compute"):
+        by_stages(who, (1,), (roles.nothing,), 2, 2, "1f1b")

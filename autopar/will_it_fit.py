@@ -44,11 +44,12 @@ from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
 from autopar.search import ilp
 from autopar.search.feasible import least_memory
+from autopar.timer import TIME_LIMIT_S
 from passes import facts
 from passes.part_runs import Parts, part_runs
 
 STRATEGY_SOLVE_S = 2.0  # seconds at most to solve one strategy on one mesh
-PIPELINE_SOLVE_S = 4.0  # seconds at most to solve one pipeline recipe
+PIPELINE_SOLVE_S = 4.0  # seconds at most to solve one pipeline recipe, unless there is nothing to show by then
 LARGEST = 1 << 22  # sizes beyond this are not looked at
 ROUNDS = 64  # microbatches per place: up to so many are tried one by one, more of them in steps
 
@@ -186,15 +187,17 @@ class Survey:
         return self._recipe(planner.anew(replace(self.request, settings=settings)), RECIPES[offload.base])
 
     def _pipeline(self, name: str) -> Plan | str:
-        """The plan of a named pipeline, or why there is none."""
-        request = replace(self.request, recipe=name, time_limit_s=PIPELINE_SOLVE_S)
-        try:
-            return joint.plan(self.gm, self.hints, request)
-        except (InfeasibleError, PlanError) as error:
+        """The plan of a named pipeline, or why there is none: where none fits, one of any memory, so that there are
+        figures; where time was up before there was that either, the same in the time of a search."""
+        soon = replace(self.request, recipe=name, time_limit_s=PIPELINE_SOLVE_S)
+        anywhere = replace(soon, memory_bytes=math.inf)
+        why = ""
+        for request in (soon, anywhere, replace(anywhere, time_limit_s=TIME_LIMIT_S)):
             try:
-                return joint.plan(self.gm, self.hints, replace(request, memory_bytes=math.inf))
-            except (InfeasibleError, PlanError):
-                return str(error)
+                return joint.plan(self.gm, self.hints, request)
+            except (InfeasibleError, PlanError) as error:
+                why = str(error)
+        return why
 
     @property
     def limit_bytes(self) -> float:

@@ -168,5 +168,7 @@ class EveryPair(nn.Module):
 def test_the_refusal_of_microbatches_says_which_value_all_samples_are_needed_of() -> None:
     model = EveryPair()
     who = Rows("every pair", "train", capture(model, (torch.zeros(8, D),)), model.state_dict())
-    with pytest.raises(PlanError, match=r"needs at once, of all samples, \w+ \(.*so 2 microbatches would not compute"):
+    with pytest.raises(
+        PlanError, match=r"needs all samples of the batch together of \w+ \(.*so 2 microbatches would not compute"
+    ):
         by_stages(who, (1,), (roles.nothing,), 2, 2, "1f1b")

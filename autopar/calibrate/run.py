@@ -70,6 +70,7 @@ def calibrate(
     say = progress or (lambda done, total, what: None)
     if dist.is_initialized():
         return measure(_here, here(device), _local(), seconds, say)
+    base = here(device)
     if ranks < 1:
         raise ClusterError(f"a calibration on {ranks} ranks; wanted 1 or more")
     if device == "cuda" and ranks > torch.cuda.device_count():
@@ -80,7 +81,6 @@ def calibrate(
             f"{gibibytes(machine_bytes())}: wanted at most {machine_bytes() // RANK_BYTES} (--ranks)"
         )
     with Ranks(ranks, device_type=device) as team:
-        base = here(device)
         return measure(lambda job, clock: team.run(job, clock)[0], base, (1, ranks), seconds, say)
 
 

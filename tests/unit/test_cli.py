@@ -80,6 +80,14 @@ def test_a_calibration_on_more_ranks_than_memory_holds_is_refused_before_it_begi
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without GPUs")
+def test_a_calibration_of_gpus_that_are_not_there_says_so(tmp_path: Path) -> None:
+    """It was refused for 0 ranks, which nobody had asked for."""
+    done = autopar("calibrate", "-o", str(tmp_path / "c.toml"), "--device", "cuda")
+    assert done.returncode == 1 and "a calibration of 'cuda' devices; wanted cpu, or cuda on a machine" in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
 def test_lists(tmp_path: Path) -> None:
     done = autopar("clusters", "--json", "-")
     names = [cluster["name"] for cluster in json.loads(done.stdout)]

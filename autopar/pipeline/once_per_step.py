@@ -84,6 +84,15 @@ class Sums:
         """Seconds of all collectives."""
         return sum(seconds for *_, seconds in self.moves)
 
+    def sent(self, nbytes: float) -> list[tuple[str, MeshAxis, float]]:
+        """The collectives of gradients of `nbytes`: kind, axis and bytes of a group before it. A scatter leaves those
+        behind it one part of what it was given."""
+        found = list[tuple[str, MeshAxis, float]]()
+        for kind, axis, _ in self.moves:
+            found.append((kind, axis, nbytes))
+            nbytes /= axis.size if kind == "reduce_scatter" else 1
+        return found
+
     @property
     def buckets(self) -> list[float]:
         """Bytes of each bucket, in the order in which they are sent: the last gradients in the order of use, until it
@@ -129,55 +138,88 @@ def begun_s(stage: Iterable[Sums], contention: float) -> float:
     found = 0.0
     for one in merged(stage):
         found += (1.0 - contention) * one.copies_s * one.buckets[0] / one.nbytes
-        for kind, axis, seconds in one.moves if one.nbytes < one.full_bytes else ():
-            full_s, own_s = (collective_s(kind, size, axis) for size in (one.full_bytes, one.nbytes))
-            found += seconds * max(0.0, own_s / one.nbytes * one.full_bytes / full_s - 1.0)
+        if one.nbytes < one.full_bytes:
+            full_s, own_s = (
+                [collective_s(kind, nbytes, axis) for kind, axis, nbytes in one.sent(size)]
+                for size in (one.full_bytes, one.nbytes)
+            )
+            for (_, _, seconds), full, own in zip(one.moves, full_s, own_s, strict=True):
+                found += seconds * max(0.0, own / one.nbytes * one.full_bytes / full - 1.0)
     return found
 
 
 def each_s(stage: Iterable[tuple[float, Sequence[Sums]]], contention: float) -> float:
     """Seconds by which sums after a microbatch make the backward of a stage longer.
 
-    `stage`: its pieces in the order of the backward, each with its seconds without such sums. Gradients come evenly
-    spread over a piece; a bucket is summed when it is full or the backward is done. Seconds that overlap the backward
-    count `contention` times (1: nothing overlaps).
+    `stage`: its pieces in the order of the backward, each with its seconds without such sums, which are spent on its
+    gradients in proportion to their bytes, as products of weights take. A bucket is summed when it is full or the
+    backward is done. Seconds that overlap the backward count `contention` times (1: nothing overlaps).
     """
     buckets = _Buckets()
-    for seconds, sums in stage:
+    for number, (seconds, sums) in enumerate(stage):
+        buckets.piece = number
         gradients = [(one, nbytes) for one in sums for nbytes in reversed(one.each_bytes)]
-        for one, nbytes in gradients or ((None, 0.0),):
-            buckets.now_s += seconds / max(1, len(gradients))
-            if one is not None:
-                buckets.add(one, nbytes)
-    for kinds in [*buckets.filled]:
-        buckets.send(kinds)
+        all_bytes = sum(nbytes for _, nbytes in gradients)
+        buckets.now_s += 0.0 if all_bytes else seconds
+        for one, nbytes in gradients:
+            buckets.now_s += seconds * nbytes / all_bytes if all_bytes else 0.0
+            buckets.add(one, nbytes)
+    buckets.finish()
     shown_s = max([0.0, *(until_s - buckets.now_s for until_s in buckets.until_s.values())])
     return shown_s + contention * max(0.0, buckets.moved_s - shown_s)
+
+
+@dataclass(eq=False)
+class _Chain:
+    """The collectives of a bucket that are `left`, of gradients that end with `piece`; those before end at `end_s`."""
+
+    piece: int
+    end_s: float
+    left: list[tuple[str, MeshAxis, float]]
 
 
 @dataclass(eq=False)
 class _Buckets:
     """The buckets of a stage during its backward (runtime.gradsync), in seconds since its begin: `now_s`, when the last
     collective of each axis ends (`until_s`), the seconds of all collectives so far (`moved_s`), and by kinds the bucket
-    that is being filled, with its bytes."""
+    that is being filled, with its bytes. `piece`: the number of the one that runs. Of a sum over several axes the next
+    collective begins when a bucket is full behind its piece (pipeline.chains): `chains` wait for that."""
 
     now_s: float = 0.0
     moved_s: float = 0.0
+    piece: int = 0
     until_s: dict[MeshAxis, float] = field(default_factory=dict)
     filled: dict[Hashable, tuple[Sums, float]] = field(default_factory=dict)
+    chains: list[_Chain] = field(default_factory=list)
 
     def add(self, one: Sums, nbytes: float) -> None:
         """A gradient of `nbytes` is ready: put it into its bucket."""
         _, before = self.filled.get(one.kinds, (one, 0.0))
         self.filled[one.kinds] = one, before + nbytes
         if before + nbytes >= one.full_bytes:
-            self.send(one.kinds)
+            self._send(one.kinds)
 
-    def send(self, kinds: Hashable) -> None:
-        """Begin the collectives of a bucket, one after the other."""
+    def finish(self) -> None:
+        """Send what is left."""
+        for kinds in [*self.filled]:
+            self._send(kinds)
+        while self.chains:
+            self._go_on(self.chains)
+
+    def _send(self, kinds: Hashable) -> None:
+        """Begin to sum a bucket; the chains of other pieces go on."""
         one, nbytes = self.filled.pop(kinds)
-        end_s = self.now_s
-        for kind, axis, _ in one.moves:
-            seconds = collective_s(kind, nbytes, axis)
-            end_s = self.until_s[axis] = max(end_s, self.until_s.get(axis, 0.0)) + seconds
-            self.moved_s += seconds
+        self._go_on([chain for chain in self.chains if chain.piece != self.piece])
+        self.chains.append(_Chain(self.piece, self.now_s, one.sent(nbytes)))
+        self._go_on(self.chains[-1:])
+
+    def _go_on(self, chains: Sequence[_Chain]) -> None:
+        """Begin the next collective of each of these chains."""
+        for chain in chains:
+            if chain.left:
+                kind, axis, nbytes = chain.left.pop(0)
+                seconds = collective_s(kind, nbytes, axis)
+                begin_s = max(self.now_s, chain.end_s, self.until_s.get(axis, 0.0))
+                chain.end_s = self.until_s[axis] = begin_s + seconds
+                self.moved_s += seconds
+        self.chains = [chain for chain in self.chains if chain.left]

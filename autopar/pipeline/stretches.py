@@ -100,10 +100,8 @@ def stage_time(
     forward_s = _in_order_s(part, 0) if in_order else sum(c.forward_s for c in part)
     gathers = _gathering(part, opens=opens)
     if split and training:
-        weights_s, both_s = (
-            sum(each) - twice_s + _each_s(part, each, way)
-            for way, each in ((1, [c.weights_s for c in part]), (2, [c.both_s for c in part]))
-        )
+        weights_s = sum(c.weights_s for c in part) - twice_s + _each_s(part, [c.weights_s for c in part], 1)
+        both_s = _both_s(part) - twice_s
         return StageTime(
             forward_s + action_s,
             sum(c.inputs_s for c in part) + action_s,
@@ -122,6 +120,17 @@ def stage_time(
         forward_s = seconds - back_s
     summing = _summing(part, back_s) if training else NOTHING
     return StageTime(forward_s + action_s, back_s + action_s, 0.0, send_s, summing=summing, gathering=gathers)
+
+
+def _both_s(part: Sequence[Cost]) -> float:
+    """Seconds of both parts of a split backward at once. They are a whole backward in program order, but for scatters
+    of gathered weights, which this one waits for."""
+    seconds = sum(c.both_s for c in part)
+    if not any(c.each for c in part):
+        return seconds
+    if all(c.line and not any(stop.sends for stop in c.line.backward) for c in part):
+        return max(seconds, _in_order_s(part, 1))
+    return seconds + _each_s(part, [c.both_s for c in part], 2)
 
 
 def _gathering(part: Sequence[Cost], *, opens: bool) -> Gathering:

@@ -41,13 +41,16 @@ def units(program: Program) -> list[Unit]:
 
 def homes(program: Program, pieces: Sequence[Unit]) -> dict[str, str]:
     """Op name -> the piece that it belongs to: itself, its scope, or for what is no piece the first piece that
-    reads it. A result of the model goes to the piece that makes it; what else nobody reads to the last piece where it
+    reads it. Results of the model go to the piece that makes them; what else nobody reads to the last piece where it
     is computed, to the first where it only rests."""
     own = {unit.name for unit in pieces if unit.instance < 0}
     home = {op.name: op.scope or op.name for op in program.ops.values() if op.scope or op.name in own}
     readers = program.readers
     feeds = {feed: run.scope for run in program.runs.values() for feed in run.feeds}
-    first, last, results = pieces[0].name, pieces[-1].name, {op.name for op in program.results}
+    first, last = pieces[0].name, pieces[-1].name
+    for op in program.results:
+        if op.operands and op.operands[0][0] in own:  # blocks share the price of all of them
+            home[op.name] = op.operands[0][0]
     for op in reversed(program.ops.values()):
         if op.name in home:
             continue
@@ -55,8 +58,7 @@ def homes(program: Program, pieces: Sequence[Unit]) -> dict[str, str]:
             home[reader.name] for i in range(max(1, len(op.call.outs))) for reader, _ in readers.get((op.name, i), ())
         ]
         names += [feeds[op.name, i] for i in range(len(op.call.outs)) if (op.name, i) in feeds]
-        made = home.get(op.operands[0][0]) if op.name in results else None
-        home[op.name] = made or (names[0] if names else (last if op.operands else first))
+        home[op.name] = names[0] if names else (last if op.operands else first)
     return home
 
 

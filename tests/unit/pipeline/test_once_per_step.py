@@ -36,6 +36,20 @@ def test_a_full_bucket_hides_under_what_comes_behind_it() -> None:
     assert each_s([(1.0, _sums(20e6, 8e6)), (1.0, ())], 1.0) == pytest.approx(_takes_s(28e6))  # cores that do both
 
 
+def test_a_scatter_over_a_second_axis_sends_what_the_first_left() -> None:
+    """It was priced with all bytes of the bucket."""
+    node, gpu = Cluster.parse("h100:2x4").mesh((2, 4)).axes
+    both = Sums("both axes", (30e6,), FULL_BYTES, (("reduce_scatter", node, 1.0), ("reduce_scatter", gpu, 1.0)))
+    wanted_s = collective_s("reduce_scatter", 30e6, node) + collective_s("reduce_scatter", 15e6, gpu)
+    assert each_s([(1.0, (both,))], 0.1) == pytest.approx(wanted_s)
+
+
+def test_gradients_come_when_their_share_of_the_bytes_is_done() -> None:
+    """The larger of two comes first, after three quarters of the backward: half of its scatter is left in the end."""
+    large_s, small_s = _takes_s(75e6), _takes_s(25e6)
+    assert each_s([(2 * large_s, _sums(25e6, 75e6))], 0.0) == pytest.approx(0.5 * large_s + small_s)
+
+
 pieces = st.lists(st.tuples(st.floats(0.0, 1e-3), st.lists(st.floats(1e3, 4e7), max_size=4)), min_size=1, max_size=6)
 
 

@@ -33,7 +33,7 @@ from autopar.joint.pricing import Pricing
 from autopar.joint.prove import families
 from autopar.joint.scattering import scattered
 from autopar.joint.search_context import SearchContext
-from autopar.joint.shapes import QuickLook, Shape, neighbours, starts
+from autopar.joint.shapes import QuickLook, Shape, filled, neighbours, starts
 from autopar.joint.spaces import Space
 from autopar.joint.stage_counts import with_other_stages
 from autopar.joint.staging import Found
@@ -214,7 +214,7 @@ class Explorer:
 
     def _walk(self, shapes: list[Shape]) -> None:
         """Visit the starts, then neighbours of the best shapes, as the module docstring says."""
-        begin = shapes if len(shapes) <= FEW_SHAPES and not self.wider else self._starts(shapes)
+        begin = shapes if len(filled(shapes)) <= FEW_SHAPES and not self.wider else self._starts(shapes)
         slower, before_s = 0, math.inf
         for shape in sorted(begin, key=self.floors.__getitem__):
             self._slide(shape, shapes)
@@ -281,8 +281,8 @@ class Explorer:
 
     @property
     def _near(self) -> float:
-        """The factor on the fastest known step up to which a shape's neighbours are visited."""
-        return NEAR if len(self.floors) <= MANY_SHAPES else NEARER
+        """The factor on the fastest known step up to which neighbours are visited."""
+        return NEAR if len(filled([*self.floors])) <= MANY_SHAPES else NEARER
 
     def _promising(self) -> Shape | None:
         """The best shape that is not expanded, if it is near the best of all and time is left. While nothing fits, the
@@ -300,24 +300,24 @@ class Explorer:
         return min(rest, key=lambda shape: (self.floors[shape], shape), default=None)
 
     def _slide(self, shape: Shape, shapes: list[Shape]) -> None:
-        """Visit `shape`, then the same with fewer and fewer microbatches, as long as the step gets shorter."""
-        before_s = math.inf
+        """Visit `shape`, then the same with fewer and fewer microbatches, as long as the step gets shorter; no step is
+        held against the bound of a beaten one before it."""
+        before_s, bounded = math.inf, False
         while True:
             self.visit(shape, self._near)
-            if shape in self.beaten and self.wider:
-                return  # far from what the walk around this one has found
+            beaten, here_s = shape in self.beaten, self._reached_s(shape)
             fewer = [s for s in shapes if s.key == shape.key and s.microbatches < shape.microbatches]
-            if not fewer or (shape in self.found and self._reached_s(shape) >= before_s):
+            slower = shape in self.found and here_s >= before_s and (beaten or not bounded)
+            if not fewer or slower or (beaten and self.wider):  # that: far from what the walk around this one has found
                 return
             if shape in self.found:  # it was left out where so many microbatches take too long to start
-                before_s = self._reached_s(shape)
+                before_s, bounded = here_s, beaten
             shape = fewer[-1]
 
     def _reached_s(self, shape: Shape) -> float:
         """Seconds of the result on a shape, or its proven bound where it is beaten; infinite where nothing fits, or it
         was not visited."""
-        found = self.found.get(shape)
-        return found.step_s if found is not None else self.pricing.proven.get(shape, math.inf)
+        return found.step_s if (found := self.found.get(shape)) else self.pricing.proven.get(shape, math.inf)
 
     def _stays_behind(self, shape: Shape) -> bool:
         """Whether the floor of a shape is above the fastest known step, so that it need not be visited."""

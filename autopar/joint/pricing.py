@@ -342,13 +342,13 @@ class Pricing:
 
     def floor_s(self, shape: Shape, level: str) -> float:
         """A lower bound in seconds on plans of `shape` with all blocks run again at `level`: its share of the least
-        work, and then the least update on hosts; or, where that is more, that work and the least wait of a pipeline."""
-        work_s = self.context.work(shape.places, level).step_s(
-            self.context.request.cluster.devices, shape.places, shape.microbatches
-        )
-        if any(SCHEDULES[kind.schedule].virtual != 1 for kind in self.space.kinds):
-            return work_s + self.context.late_s
-        return max(work_s + self.context.late_s, work_s * self._wait(shape))
+        work, and then the least update on hosts; or, where that is more, what one microbatch takes through all places;
+        or that work and the least wait of a pipeline."""
+        cluster, work = self.context.request.cluster, self.context.work(shape.places, level)
+        sizes = cluster.devices, shape.places, shape.microbatches
+        work_s, chain_s = work.step_s(*sizes), work.chain_s(*sizes) / cluster.device.alone
+        wait = self._wait(shape) if all(SCHEDULES[kind.schedule].virtual == 1 for kind in self.space.kinds) else 1.0
+        return max(work_s + self.context.late_s, chain_s, work_s * wait)
 
     def _wait(self, shape: Shape) -> float:
         """The least ratio of the length of a step to its work, where each place has one stage."""

@@ -4,8 +4,9 @@ The bound is the least of many claims, each of the form "no plan on these shapes
 claim with the lowest bound is refined first. Its looks, each closer than the one before:
 
     floor      the least work, divided evenly over all devices, without communication; with offloading, also the least
-               update on the host
-    together   shapes that differ only in microbatches, by the least seconds of their passes with unlimited memory.
+               update on the host; or what one microbatch takes through all places, where that is more
+    together   shapes that differ only in microbatches, by the least seconds of their passes with unlimited memory
+               (those with fewer than places apart: their floors are higher).
                Neither operators nor collectives get cheaper per sample when they get smaller, so a bound for the fewest
                microbatches holds for all (not where a cache makes small data cheaper, `_spills`)
     short      of these the one with fewest microbatches, by what its memory leaves room for (joint.memory_bounds);
@@ -122,12 +123,13 @@ def proven_s(
 
 
 def families(context: SearchContext, shapes: Iterable[Shape]) -> list[tuple[Shape, ...]]:
-    """`shapes` that differ only in microbatches, in order of these, and that are therefore bounded together; each alone
-    where small data may be cheaper per byte."""
+    """`shapes` that differ only in microbatches, in order of these, and that are therefore bounded together; those that
+    do not fill their pipelines apart from others, as their floors are higher, and each alone where small data may be
+    cheaper per byte."""
     spills = _spills(context.request.cluster)
     kin: dict[tuple[int, ...], list[Shape]] = {}
     for shape in sorted(shapes):
-        kin.setdefault((*shape.key, shape.microbatches * spills), []).append(shape)
+        kin.setdefault((*shape.key, shape.unfilled, shape.microbatches * spills), []).append(shape)
     return [tuple(each) for each in kin.values()]
 
 
@@ -333,7 +335,7 @@ class Prover:
             return 0.0
         least_s = least(here, cutoff_s, False)
         late_s = min((there.late_s for there in self._hosted), default=math.inf)
-        if self.floor_s(shapes[0]) + late_s >= min(least_s, cutoff_s):
+        if min(map(self.floor_s, shapes)) + late_s >= min(least_s, cutoff_s):
             return least_s
         return min(least_s, late_s + least(here, min(least_s, cutoff_s) - late_s, True))
 

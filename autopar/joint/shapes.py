@@ -39,6 +39,11 @@ class Shape:
         return self.places > 1 and self.microbatches == 1
 
     @property
+    def unfilled(self) -> bool:
+        """Whether there are several microbatches, but fewer than places, so that some of these always wait."""
+        return 1 < self.microbatches < self.places
+
+    @property
     def key(self) -> tuple[int, ...]:
         """Places and axes as four numbers, from the slowest links to the fastest."""
         return (self.places, *(1,) * (3 - len(self.mesh)), *self.mesh)
@@ -79,9 +84,16 @@ def neighbours(shape: Shape, among: Sequence[Shape]) -> list[Shape]:
             others.setdefault(other.key, []).append(other)
     samples = shape.microbatches * _ways(shape)
     found += [
-        min(group, key=lambda s: (abs(math.log(s.microbatches * _ways(s) / samples)), s)) for group in others.values()
+        min(filled(group), key=lambda s: (abs(math.log(s.microbatches * _ways(s) / samples)), s))
+        for group in others.values()
     ]
     return found
+
+
+def filled(shapes: Sequence[Shape]) -> list[Shape]:
+    """`shapes` without those whose pipelines are not filled, unless there are no others: these are one move down from
+    others of the same places and mesh."""
+    return [shape for shape in shapes if not shape.unfilled] or [*shapes]
 
 
 def _ways(shape: Shape) -> int:
@@ -112,7 +124,7 @@ def starts(shapes: Sequence[Shape], node: int, batch: int) -> list[Shape]:
     mesh of one axis, with about as many microbatches as leave each rank one sample."""
     found = []
     for places, group in itertools.groupby(sorted(shapes), key=lambda s: s.places):
-        here = list(group)
+        here = filled(list(group))
         found.append(
             min(
                 here,

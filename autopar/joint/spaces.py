@@ -97,9 +97,10 @@ class Space:
         return min(kind.virtual or 2 for kind in self.kinds)
 
     def _microbatches(self, context: SearchContext, places: int, mesh: tuple[int, ...]) -> Iterator[int]:
-        """The numbers of microbatches with which these places and this mesh are in the space: at least as many as there
-        are places. Where the batch does not suffice for that and each place is one node, as many as there can be, if
-        these are half as many or more: larger places, of which there are fewer, have collectives between nodes."""
+        """The numbers of microbatches with which these places and this mesh are in the space: at least half as many as
+        there are places. With fewer than places some of these always wait, but small microbatches may be hardly faster
+        than ones twice as large. Where the batch does not suffice for as many as there are places, each place has to be
+        one node: larger places, of which there are fewer, have collectives between nodes."""
         used = self.roles_on(mesh)
         if used is None:
             return
@@ -112,9 +113,12 @@ class Space:
         # ranks that cut any input cut groups, too: of these all axes are taken for such
         grouped = groups < context.batch
         ways = math.prod(n for n, role in zip(mesh, used, strict=True) if grouped or role in roles.BY_SAMPLE)
-        filling, any_ = ([m for m in counts(groups, n) if groups % (m * ways) == 0] for n in (max(2, places), 2))
-        a_node = math.prod(mesh) == context.request.cluster.levels[-1].size
-        yield from filling or (m for m in any_[-1:] if a_node and 2 * m >= places)
+        filling, half = (
+            [m for m in counts(groups, max(2, n)) if groups % (m * ways) == 0] for n in (places, -(-places // 2))
+        )
+        if filling or math.prod(mesh) == context.request.cluster.levels[-1].size:
+            yield from (m for m in half if m < places)
+        yield from filling
 
     def _state_bytes(self, context: SearchContext, shape: Shape) -> float:
         """Bytes per device of weights, gradients and optimizer state alone, cut as evenly as the roles allow."""

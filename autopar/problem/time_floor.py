@@ -17,10 +17,13 @@ from autopar.problem.settings import Settings
 @dataclass(frozen=True, slots=True)
 class Work:
     """The work of a model on one device, forward and backward: seconds of its operators at the device's best rates, and
-    seconds in which one rank launches each of them once, or its even share of branches that may work side by side."""
+    seconds in which one rank launches each of them once, or its even share of branches that may work side by side.
+    `through_s` is the part of `rates_s` that samples go through one stage after the other: without the gradients of
+    weights, for which no other stage waits."""
 
     rates_s: float
     starts_s: float
+    through_s: float
 
     @staticmethod
     def of(
@@ -56,6 +59,7 @@ class Work:
                 name: Work(
                     min(w * own[name].rates_s for w, own in zip(weights, each, strict=True)),
                     min(w * own[name].starts_s for w, own in zip(weights, each, strict=True)),
+                    min(own[name].through_s for own in each),
                 )
                 for name in each[0]
             }
@@ -65,6 +69,14 @@ class Work:
         """A lower bound of a step on `devices` devices in so many places: each place has a part of the operators, and
         launches them for every microbatch."""
         return self.rates_s / devices + self.starts_s * microbatches / places
+
+    def chain_s(self, devices: int, places: int, microbatches: int) -> float:
+        """A lower bound of a step of several places: one microbatch goes through all of them and back, and each place
+        works on it alone."""
+        return self.through_s * places / (devices * microbatches)
+
+
+NO_WORK = Work(0.0, 0.0, 0.0)
 
 
 def by_piece(
@@ -76,16 +88,32 @@ def by_piece(
     for op in program.ops.values():
         if op.role == "op" and (op.flops > 0 or op.bytes > 0):
             ways = (0,) * (1 + (op.name in again)) + (1,) * (settings.training and op.graded)
-            rates_s = op.count * sum(least_s(op, direction, device, settings) for direction in ways)
+            each_s = [least_s(op, direction, device, settings) for direction in ways]
+            rates_s, weights_s = op.count * sum(each_s), _weights_s(op, each_s[-1]) if ways[-1] else 0.0
             starts = op.count * len(ways) / branches.beside(op.name) if op.leads or not settings.fused else 0.0
-            before = found.get(op.scope or op.name, Work(0.0, 0.0))
-            found[op.scope or op.name] = Work(before.rates_s + rates_s, before.starts_s + starts * device.launch_s)
+            before = found.get(op.scope or op.name, NO_WORK)
+            found[op.scope or op.name] = Work(
+                before.rates_s + rates_s,
+                before.starts_s + starts * device.launch_s,
+                before.through_s + rates_s - weights_s,
+            )
     return found
 
 
 def _whole(each: Mapping[str, Work]) -> Work:
     """The sum of the work of all pieces."""
-    return Work(sum(work.rates_s for work in each.values()), sum(work.starts_s for work in each.values()))
+    return Work(
+        sum(work.rates_s for work in each.values()),
+        sum(work.starts_s for work in each.values()),
+        sum(work.through_s for work in each.values()),
+    )
+
+
+def _weights_s(op: Op, back_s: float) -> float:
+    """Seconds of the gradients of weights, of all instances of `op`, whose backward takes `back_s`: what may be all of
+    it in a first block, whose input has no gradient."""
+    first = 1.0 if op.first_share < 1.0 else op.weights_share
+    return back_s * (first + (op.count - 1) * op.weights_share)
 
 
 def least_wait(paces: Sequence[float], microbatches: int) -> float:

@@ -57,6 +57,23 @@ def test_a_probe_leaves_out_what_hardly_gets_faster(steps_s: Sequence[float], vi
     assert len(walk.found) == visited
 
 
+def test_the_bound_of_what_is_beaten_says_nothing_against_fewer_microbatches() -> None:
+    """Of 16 microbatches only a bound is known; 8 take longer than that, and 4 are the fastest."""
+    steps_s = {16: INF, 8: 8.7, 4: 6.2, 2: 6.5, 1: 1.0}
+    shapes = [Shape(1, (2,), microbatches) for microbatches in sorted(steps_s)]
+    walk = Starts([])
+
+    def visit(shape: Shape, near: float) -> None:
+        step_s = steps_s[shape.microbatches]
+        walk.found[shape] = SimpleNamespace(step_s=step_s) if step_s < INF else None  # type: ignore[assignment]
+
+    walk.floors, walk.pricing.proven = dict.fromkeys(shapes, 0.0), {shapes[-1]: 7.0}  # type: ignore[misc]
+    walk.beaten[shapes[-1]] = 1.2, 5.4
+    walk.visit = visit  # type: ignore[method-assign]
+    walk._slide(shapes[-1], shapes)
+    assert [shape.microbatches for shape in walk.found] == [16, 8, 4, 2]
+
+
 @pytest.mark.parametrize(
     ("steps_s", "solved", "left_s"),
     [

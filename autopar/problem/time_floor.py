@@ -18,12 +18,13 @@ from autopar.problem.settings import Settings
 class Work:
     """The work of a model on one device, forward and backward: seconds of its operators at the device's best rates, and
     seconds in which one rank launches each of them once, or its even share of branches that may work side by side.
-    `through_s` is the part of `rates_s` that samples go through one stage after the other: without the gradients of
-    weights, for which no other stage waits."""
+    `through_s` and `through_starts_s` are the parts of these that samples go through one stage after the other: without
+    the gradients of weights, for which no other stage waits."""
 
     rates_s: float
     starts_s: float
     through_s: float
+    through_starts_s: float
 
     @staticmethod
     def of(
@@ -60,6 +61,7 @@ class Work:
                     min(w * own[name].rates_s for w, own in zip(weights, each, strict=True)),
                     min(w * own[name].starts_s for w, own in zip(weights, each, strict=True)),
                     min(own[name].through_s for own in each),
+                    min(own[name].through_starts_s for own in each),
                 )
                 for name in each[0]
             }
@@ -73,10 +75,10 @@ class Work:
     def chain_s(self, devices: int, places: int, microbatches: int) -> float:
         """A lower bound of a step of several places: one microbatch goes through all of them and back, and each place
         works on it alone."""
-        return self.through_s * places / (devices * microbatches)
+        return self.through_s * places / (devices * microbatches) + self.through_starts_s
 
 
-NO_WORK = Work(0.0, 0.0, 0.0)
+NO_WORK = Work(0.0, 0.0, 0.0, 0.0)
 
 
 def by_piece(
@@ -89,13 +91,14 @@ def by_piece(
         if op.role == "op" and (op.flops > 0 or op.bytes > 0):
             ways = (0,) * (1 + (op.name in again)) + (1,) * (settings.training and op.graded)
             each_s = [least_s(op, direction, device, settings) for direction in ways]
-            rates_s, weights_s = op.count * sum(each_s), _weights_s(op, each_s[-1]) if ways[-1] else 0.0
-            starts = op.count * len(ways) / branches.beside(op.name) if op.leads or not settings.fused else 0.0
+            rates_s, weighs = op.count * sum(each_s), _weights_share(op) if ways[-1] else 0.0
+            start_s = device.launch_s / branches.beside(op.name) if op.leads or not settings.fused else 0.0
             before = found.get(op.scope or op.name, NO_WORK)
             found[op.scope or op.name] = Work(
                 before.rates_s + rates_s,
-                before.starts_s + starts * device.launch_s,
-                before.through_s + rates_s - weights_s,
+                before.starts_s + op.count * len(ways) * start_s,
+                before.through_s + rates_s - op.count * weighs * each_s[-1],
+                before.through_starts_s + op.count * (len(ways) - weighs) * start_s,
             )
     return found
 
@@ -106,14 +109,15 @@ def _whole(each: Mapping[str, Work]) -> Work:
         sum(work.rates_s for work in each.values()),
         sum(work.starts_s for work in each.values()),
         sum(work.through_s for work in each.values()),
+        sum(work.through_starts_s for work in each.values()),
     )
 
 
-def _weights_s(op: Op, back_s: float) -> float:
-    """Seconds of the gradients of weights, of all instances of `op`, whose backward takes `back_s`: what may be all of
-    it in a first block, whose input has no gradient."""
+def _weights_share(op: Op) -> float:
+    """The share of the backward of all instances of `op` that is for gradients of weights: in a first block, whose
+    input has no gradient, all of it may be."""
     first = 1.0 if op.first_share < 1.0 else op.weights_share
-    return back_s * (first + (op.count - 1) * op.weights_share)
+    return (first + (op.count - 1) * op.weights_share) / op.count
 
 
 def least_wait(paces: Sequence[float], microbatches: int) -> float:

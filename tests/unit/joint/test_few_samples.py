@@ -70,6 +70,7 @@ def test_fewer_microbatches_than_places_are_no_faster_than_is_proven() -> None:
             steps_s[table.kind.schedule] = pricing.price(shape, [table], "none", exact=True).step_s
     assert steps_s.keys() >= {"gpipe", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble"}
     assert 0.5 * min(steps_s.values()) < bound_s <= min(steps_s.values())
+    assert context.work(4).step_s(4, 4, 2) < pricing.floor_s(shape, "none") <= min(steps_s.values())
 
 
 def test_the_floor_of_pipelines_that_are_not_filled_is_what_one_microbatch_takes() -> None:

@@ -42,7 +42,7 @@ def _ran(stages: Stages, place: int) -> list[tuple[Ran, int]]:
     often, here = plan.microbatches, plan.stages_on(place)
     if not stages.training:
         return [(stages.ran(index, "forward"), often) for index in here]
-    parts = (("opening", 1), ("forward", often - 1), ("backward", often))
+    parts = (("ahead", 1), ("first", 1), ("forward", often - 1), ("backward", often))
     found = [(stages.ran(index, part), times) for index in here for part, times in parts]
     last = stages.rank(place)
     last.local(stages.optimizer(place), "optimizer")

@@ -21,6 +21,9 @@ from autopar.text import gibibytes, near, times
 
 Used = tuple[Role, ...]
 MOST_NAMED = 12  # meshes in a message
+UNFILLED_GAIN = 0.05
+"""Share of the least work (operators at their best rates, and starting them) by which it has to be less with fewer
+microbatches than places: such pipelines wait more, and gain only by what each microbatch costs."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,10 @@ class Space:
 
     def _microbatches(self, context: SearchContext, places: int, mesh: tuple[int, ...]) -> Iterator[int]:
         """The numbers of microbatches with which these places and this mesh are in the space: at least half as many as
-        there are places. With fewer than places some of these always wait, but small microbatches may be hardly faster
-        than ones twice as large. Where the batch does not suffice for as many as there are places, each place has to be
-        one node: larger places, of which there are fewer, have collectives between nodes."""
+        there are places. With fewer than places some of these always wait: only where that spares UNFILLED_GAIN of the
+        least work, as starting operators is much of it. Where the batch does not suffice for as many as there are
+        places, each place has to be one node: larger places, of which there are fewer, have collectives between
+        nodes."""
         used = self.roles_on(mesh)
         if used is None:
             return
@@ -116,9 +120,13 @@ class Space:
         filling, half = (
             [m for m in counts(groups, max(2, n)) if groups % (m * ways) == 0] for n in (places, -(-places // 2))
         )
-        if filling or math.prod(mesh) == context.request.cluster.levels[-1].size:
-            yield from (m for m in half if m < places)
-        yield from filling
+        few = [m for m in half if m < places]
+        if filling:
+            work_s = partial(context.work(places).step_s, context.request.cluster.devices, places)
+            yield from (m for m in few if work_s(m) < work_s(filling[0]) * (1 - UNFILLED_GAIN))
+            yield from filling
+        elif math.prod(mesh) == context.request.cluster.levels[-1].size:
+            yield from few
 
     def _state_bytes(self, context: SearchContext, shape: Shape) -> float:
         """Bytes per device of weights, gradients and optimizer state alone, cut as evenly as the roles allow."""

@@ -41,6 +41,11 @@ def test_where_samples_suffice_there_may_be_half_as_many_microbatches_as_places(
     assert _fewer("h100:6x1", 8) == [Shape(3, (2,), 2), Shape(6, (1,), 4)]
 
 
+def test_places_wait_only_where_microbatches_cost_much() -> None:
+    """Of large batches starting operators is little of a step."""
+    assert _fewer("h100:4x2", 2**16) == []
+
+
 def test_walks_begin_at_pipelines_that_are_filled() -> None:
     """The others are one move down from them."""
     few, many, larger = (Shape(4, (2,), m) for m in (2, 4, 8))

@@ -67,12 +67,15 @@ def main() -> int:
         "--half", choices=("fit", "held"), help="only the half that constants were fitted on, or the other"
     )
     given = parser.parse_args()
+    if given.json and not given.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {given.json.parent}")
     start = time.monotonic()
     try:
         loaded = load(given.data)
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return 2
+    sources = sorted({row.source for row in loaded.rows})
     loaded.rows = [
         row
         for row in loaded.rows
@@ -80,6 +83,9 @@ def main() -> int:
         and (given.half is None or in_half(row) == given.half)
         and given.explain in (None, row.name)
     ]
+    if not loaded.rows and not given.explain:
+        print(f"no row of {given.data} is asked for; sources are {', '.join(sources)}", file=sys.stderr)
+        return 2
     results = predicted(loaded, memory=not given.times)
     if given.explain:
         print("\n\n".join(map(explained, results)) or f"no row {given.explain}")

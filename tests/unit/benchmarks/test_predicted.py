@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from autopar.cluster import Cluster
+from benchmarks import cost_model
 from benchmarks.cost_model import predicted
 from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.predict import Setup
@@ -39,3 +44,15 @@ def test_a_row_whose_memory_cannot_be_told_keeps_its_step() -> None:
 def test_memory_is_told_where_it_is_asked_for() -> None:
     (result,) = predicted(Loaded([ROW]), memory=False)
     assert result.held is None
+
+
+def test_what_cannot_be_printed_or_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cost_model, "load", lambda folder: Loaded([ROW], []))
+    monkeypatch.setattr(sys, "argv", ["cost_model.py", "--only", "nobody"])
+    assert cost_model.main() == 2 and "sources are somebody" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["cost_model.py", "--json", str(tmp_path / "none" / "out.json")])
+    with pytest.raises(SystemExit):
+        cost_model.main()
+    assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_what_the_other_process_has_proven_counts_where_this_one_looks_at_nothin
 ) -> None:
     with BackgroundProof(inner_of()) as proof:
         proof.know(step_s())
-        while not proof.looked:
+        while not proof.looked and any(child.is_alive() for child in forked()):
             time.sleep(0.01)
         for child in forked():
             child.join()

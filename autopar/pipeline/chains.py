@@ -5,7 +5,7 @@ simulator (simulate.rank)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -24,10 +24,6 @@ class Part(Protocol):
     @property
     def kind(self) -> str:
         """The kind of the collective."""
-
-    @property
-    def seconds(self) -> float:
-        """What it takes with nothing beside it."""
 
 
 class Starts(Protocol):
@@ -225,9 +221,14 @@ def by_first_forward(
     return buckets[:came], buckets[came:]
 
 
+def travelling(came: Sequence[LeafBucket]) -> list[LeafBucket]:
+    """Of leaves that come before a stage runs (`by_first_forward`), the collectives in the background."""
+    return [replace(bucket, parts=[*filter(_moves, bucket.parts)]) for bucket in came if bucket.behind]
+
+
 def at_reading(came: Sequence[LeafBucket]) -> list[Any]:
-    """Of leaves that come before a stage runs (`by_first_forward`), what is left when its first block is called: the
-    copies, and collectives that do not run in the background."""
+    """Of these leaves, what is left when the first block of the stage is called: the copies, and collectives that do
+    not run in the background."""
     return [part for bucket in came for part in bucket.parts if not (bucket.behind and _moves(part))]
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -12,7 +11,7 @@ from autopar.cluster import Cluster, Places
 from autopar.codegen.edges import Edges, edges, options
 from autopar.cost.comm import collective_s
 from autopar.decisions import local_share
-from autopar.pipeline.chains import LeafBucket, at_reading, by_first_forward
+from autopar.pipeline.chains import LeafBucket, at_reading, by_first_forward, travelling
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.shared_weights import Shared, shared_weights
 from autopar.pipeline.stage_views import View, views, whole
@@ -101,13 +100,13 @@ class Stages:
         before it; "backward"; the "last" backward, with the sums of gradients beside it; or a part of a split one:
         "inputs" or "weights"."""
         place = self.plan.stages[stage].place
-        key = (self._first[stage], part, self._opens(stage))
+        key = (self._first[stage], part, part in ("first", "ahead") and self._opens(stage))
         if key not in self._ran:
             rank = self.rank(place)
             if part in ("forward", "first", "ahead"):
                 came, beside = self._leaves(stage) if part != "forward" else ((), ())
                 if part == "ahead":
-                    rank.gather([replace(bucket, parts=_moves(bucket)) for bucket in came if bucket.behind])
+                    rank.gather(travelling(came))
                 else:
                     rank.do(at_reading(came), "sync")
                     rank.gather(beside)
@@ -220,8 +219,3 @@ class Stages:
         return sum(
             collective_s("send", local_share(self.plan, ref) * self.program.bytes_of(ref), link) for ref in moving
         )
-
-
-def _moves(bucket: LeafBucket) -> list[Any]:
-    """The collectives of a bucket."""
-    return [part for part in bucket.parts if part.axis >= 0]

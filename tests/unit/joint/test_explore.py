@@ -24,9 +24,9 @@ class Starts(Explorer):
 
     def __init__(self, steps_s: Sequence[float]) -> None:
         context = SimpleNamespace(timer=SimpleNamespace(halfway=INF, limit_s=100.0))
-        super().__init__(context, SEARCH, INF, INF)  # type: ignore[arg-type]
+        super().__init__(context, SEARCH, INF, INF)  # type: ignore[arg-type]  # a stub
         self.steps_s = {Shape(2**number, (1,), 2**number): step_s for number, step_s in enumerate(steps_s)}
-        self.pricing = SimpleNamespace(proven={})  # type: ignore[assignment]
+        self.pricing = SimpleNamespace(proven={})  # type: ignore[assignment]  # a stub
 
     def _shapes(self) -> list[Shape]:
         self.floors = dict.fromkeys(self.steps_s, 0.0)
@@ -37,7 +37,7 @@ class Starts(Explorer):
 
     def visit(self, shape: Shape, near: float) -> None:
         step_s = self.steps_s[shape]
-        self.found[shape] = SimpleNamespace(step_s=step_s) if step_s < INF else None  # type: ignore[assignment]
+        self.found[shape] = SimpleNamespace(step_s=step_s) if step_s < INF else None  # type: ignore[assignment]  # a stub
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,11 @@ def test_the_bound_of_what_is_beaten_says_nothing_against_fewer_microbatches() -
 
     def visit(shape: Shape, near: float) -> None:
         step_s = steps_s[shape.microbatches]
-        walk.found[shape] = SimpleNamespace(step_s=step_s) if step_s < INF else None  # type: ignore[assignment]
+        walk.found[shape] = SimpleNamespace(step_s=step_s) if step_s < INF else None  # type: ignore[assignment]  # a stub
 
-    walk.floors, walk.pricing.proven = dict.fromkeys(shapes, 0.0), {shapes[-1]: 7.0}  # type: ignore[misc]
+    walk.floors, walk.pricing.proven = dict.fromkeys(shapes, 0.0), {shapes[-1]: 7.0}  # type: ignore[misc]  # a stub
     walk.beaten[shapes[-1]] = 1.2, 5.4
-    walk.visit = visit  # type: ignore[method-assign]
+    walk.visit = visit  # type: ignore[method-assign]  # a stub
     walk._slide(shapes[-1], shapes)
     assert [shape.microbatches for shape in walk.found] == [16, 8, 4, 2]
 

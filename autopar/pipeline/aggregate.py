@@ -4,7 +4,6 @@ Exposed communication is found per *scope*, which is a run of blocks, or all ope
 all background collectives of a scope overlap all of its work (pipeline.work.shown_s). The share that is exposed is the
 same for all pieces of a scope. Where this is known to be wrong it is corrected:
 
-    first gathers     of a backward after its forward overlap what the model computes before its blocks' backward
     after the blocks  gathers of a stage overlap its last blocks
     no blocks         a piece overlaps no more than itself and the one before it
     program order     of a step of one stage, and of a stage that a pipeline may have, see pipeline.clock
@@ -21,7 +20,6 @@ from autopar.pipeline.clock import Timeline
 from autopar.pipeline.stops import AHEAD
 from autopar.pipeline.work import BACKWARD, FORWARD, PASSES, Did, Pass, exposed_share, shown_s
 from autopar.problem.graph import Program
-from autopar.problem.hiding import Loads
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +38,6 @@ class Aggregate:
         """By piece, the seconds of each pass, where background collectives take `contention` of the compute units."""
         scopes = self._scopes()
         exposed = {scope: [exposed_share(total, contention) for total in totals] for scope, totals in scopes.items()}
-        if self.at_once:
-            self._overlap_first_gathers(scopes, exposed, contention)
         if self.apart and "" in scopes:
             exposed[""][FORWARD] = self._exposed_after_blocks(scopes, exposed[""][FORWARD], contention)
         found = self._seconds(exposed)
@@ -58,9 +54,9 @@ class Aggregate:
                 contention,
                 gathers_first=follows_forward,
             )
-            moved_s = {name: self._moved_s(name, way) for name in found}
+            shares_s = {name: self._moved_s(name, way, own_s[way], more_s) for name, own_s in found.items()}
             for name, own_s in found.items():
-                own_s[way] += more_s * moved_s[name] / (sum(moved_s.values()) or 1.0)
+                own_s[way] += more_s * shares_s[name] / (sum(shares_s.values()) or 1.0)
         return found
 
     def all_exposed_s(self) -> dict[str, list[float]]:
@@ -105,37 +101,13 @@ class Aggregate:
                 found[name][way] = max(found[name][way], part.work_s + shown_s(own, contention))
                 before_s[way] += part.compute_s
 
-    def _moved_s(self, name: str, way: int) -> float:
-        """Seconds of the collectives of a piece that compute does not wait for."""
+    def _moved_s(self, name: str, way: int, own_s: float, more_s: float) -> float:
+        """What the share of a piece, priced at `own_s`, in the seconds `more_s` goes by: its collectives that compute
+        need not wait for; if `more_s` is negative, what its price has of these."""
         part = self.did[name].passes[way]
+        if more_s < 0.0:
+            return max(0.0, own_s - part.work_s) + part.after.moving_s + part.in_order.all_s
         return part.background_s + part.after.all_s
-
-    def _overlap_first_gathers(
-        self, scopes: Mapping[str, Sequence[Pass]], exposed: Mapping[str, list[float]], contention: float
-    ) -> None:
-        """Lower the exposed share of the run of blocks whose backward comes first. A backward that follows its forward
-        begins with the gathers of the first block of that run (runtime.regather), which overlap what the model computes
-        before the run."""
-        first = next(
-            (
-                scope
-                for scope in reversed(self.program.runs)
-                if scope in scopes and scopes[scope][BACKWARD].ahead.moving_s
-            ),
-            None,
-        )
-        if first is None or "" not in scopes:
-            return
-        blocks, outside = scopes[first][BACKWARD], scopes[""][BACKWARD]
-        share = 1.0 / self.program.runs[first].count
-        # the run without the gathers of one block, and what is outside of blocks with them
-        without, with_first = Pass(), Pass()
-        without.add(blocks)
-        without.ahead = Loads(load.times(1.0 - share) for load in blocks.ahead.moving())
-        with_first.add(outside)
-        with_first.ahead.add([load.times(share) for load in blocks.ahead.moving()])
-        exposed_s = shown_s(without, contention) + shown_s(with_first, contention) - shown_s(outside, contention)
-        exposed[first][BACKWARD] = min(exposed[first][BACKWARD], exposed_s / blocks.background_s)
 
     def _exposed_after_blocks(self, scopes: Mapping[str, Sequence[Pass]], share: float, contention: float) -> float:
         """The exposed share of the gathers of a stage for operators after its blocks; `share` where there are no

@@ -10,25 +10,27 @@ gradient only after that gradient.
                its leaf is waited for when enough bytes are queued behind it (autopar.deferred_waits); then the gradient
                is summed over ranks in buckets (runtime.gradsync)
 
-Stages of a pipeline are priced so, each by itself (`waits_s`). Of a long run of blocks MOST are run through; those in
-the middle take as long as these do there.
+Stages of a pipeline are priced so, each by itself (`waits_s`). Of a long run of blocks few are run through; further
+ones take what the last of these added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from autopar.buckets import leaf_buckets
+from autopar.buckets import BUCKET_BYTES, leaf_buckets
 from autopar.pipeline.chains import LeafBucket, at_reading, by_first_forward
 from autopar.pipeline.pass_clock import OUTSIDE, Clock, Turn
 from autopar.pipeline.stops import AGAIN, AHEAD, BACK, Sent, Stop, Stops, Sum, in_one_bucket
 from autopar.pipeline.work import BACKWARD, FORWARD, Pass, least_s
 from autopar.problem.graph import Program
 
-MOST = 10
-"""Blocks of a run that are walked through one by one; further ones are priced as those in the middle."""
+MOST, LAST = 12, 4
+"""Blocks of a run that are walked through one by one (of small ones, as many as fill so many buckets); each further one
+takes the mean of what the last ones added."""
 
 FIRST = 2
 """Blocks of a run at its begin of which leaves may share a bucket with those of the first one."""
@@ -97,45 +99,32 @@ class Timeline:
         background collectives that the aggregate price exposes. `gathers_first`: the first gathers begin with the pass,
         as in a backward right after its forward.
 
-        Never negative where there are blocks. Without blocks it may be less than the aggregate price, but is not below
-        the price with all collectives overlapped by all compute.
+        It may be negative, but the pass takes no less than its scopes with all that may run in the background
+        overlapped by all of their work (work.least_s).
         """
         backward, passes = way == BACKWARD, {scope: each[way] for scope, each in scopes.items()}
         aggregate_s = sum(one.work_s + exposed[scope] * one.background_s for scope, one in passes.items())
         if not any(one.background_s + one.after.moving_s for one in passes.values()):
             return 0.0
-        # the clock counts gathers before any compute, and what comes after the last compute, as exposed
-        work_s = sum(one.work_s - one.after.moving_s for one in passes.values()) - self._opening_s(backward=backward)
+        # the clock counts those of the first weights, and what comes after the last compute, as exposed
+        work_s = sum(one.work_s - one.in_order.all_s - one.after.moving_s for one in passes.values())
         ordered_s = work_s + self._exposed_s(scopes, contention, backward=backward, gathers_first=gathers_first)
-        least = aggregate_s if any(scopes) else sum(least_s(one, contention) for one in passes.values())
+        least = sum(least_s(one, contention) for one in passes.values())
         return max(ordered_s, least) - aggregate_s
-
-    def _opening_s(self, *, backward: bool) -> float:
-        """Seconds of gathers before any compute. The aggregate price counts them as work; the clock counts them as
-        exposed."""
-        return sum(
-            self.blocks(scope) * load.seconds
-            for scope in ("", *self.program.runs)
-            for stop in self.stops.named(scope, BACK if backward else AHEAD).values()
-            for _, sent in stop.opens
-            for load in sent.way
-        )
 
     def _exposed_s(
         self, scopes: Mapping[str, object], contention: float, *, backward: bool, gathers_first: bool
     ) -> float:
         """Seconds in which the pass, in program order, waits for gathers and gradients, or computes slower because of
         them."""
-        walked = {scope: min(MOST, self.blocks(scope)) for scope in scopes if scope}
-        turns = self._turns(walked, backward=backward)
-        clock = Clock(turns, contention, self._buckets(walked) if self.gathers and not backward else ())
-        exposed_s = clock.run(gathers_first=gathers_first)
-        begins = _begins(turns, exposed_s)
-        return exposed_s[-1] + sum(
-            (self.blocks(scope) - count) * _each_s(begins, scope, count)
-            for scope, count in walked.items()
-            if count < self.blocks(scope)
-        )
+        runs = [scope for scope in scopes if scope]
+
+        def walked(counts: Sequence[int]) -> float:
+            few = dict(zip(runs, counts, strict=True))
+            leaves = self._buckets(few) if self.gathers and not backward else ()
+            return Clock(self._turns(few, backward=backward), contention, leaves).run(gathers_first=gathers_first)
+
+        return _along([(self.stops.of(scope, BACK), self.blocks(scope)) for scope in runs], walked)
 
     def _turns(self, walked: Mapping[str, int], *, backward: bool) -> list[Turn]:
         """The operators of a pass in the order in which they run, of each run of blocks as many as are `walked`."""
@@ -184,18 +173,28 @@ def _bucket(members: Sequence[tuple[Leaf, Hashable]]) -> LeafBucket:
     )
 
 
-def _begins(turns: Sequence[Turn], exposed_s: Sequence[float]) -> dict[Hashable, float]:
-    """The exposed seconds before each block, given those before each turn."""
-    begins: dict[Hashable, float] = {}
-    for turn, so_far_s in zip(turns, exposed_s[:-1], strict=True):
-        begins.setdefault(turn.block, so_far_s)
-    return begins
+def _along(runs: Sequence[tuple[Sequence[Stop], int]], exposed_s: Callable[[Sequence[int]], float]) -> float:
+    """The exposed seconds of a pass over runs of blocks, each with the backward of a block and how many there are, by
+    those of passes over fewer: of a long run, MOST are walked through, and each further block takes what the last of
+    these added, what is left to wait for after the last compute included."""
+    together = [_in_one_bucket(backward, count) for backward, count in runs]
+    few = [min(MOST * blocks, count) for blocks, (_, count) in zip(together, runs, strict=True)]
+    found = walked_s = exposed_s(few)
+    for at, (blocks, (_, count)) in enumerate(zip(together, runs, strict=True)):
+        if few[at] < count:
+            last = LAST * blocks
+            shorter_s = exposed_s([*few[:at], few[at] - last, *few[at + 1 :]])
+            found += (count - few[at]) * (walked_s - shorter_s) / last
+    return found
 
 
-def _each_s(begins: Mapping[Hashable, float], scope: Hashable, count: int) -> float:
-    """Exposed seconds of one block in the middle of `count`, by the exposed seconds before each."""
-    first, last = sorted((begins.get((scope, count // 4), 0.0), begins.get((scope, count - 1 - count // 4), 0.0)))
-    return (last - first) / (count - 1 - 2 * (count // 4))
+def _in_one_bucket(backward: Sequence[Stop], count: int) -> int:
+    """How many blocks fill a bucket of gradients, of `count` alike ones; 1 where not even all of them do."""
+    found = dict[Hashable, float]()
+    for gradient in (gradient for stop in backward for gradient in stop.sums):
+        found[gradient.key] = found.get(gradient.key, 0.0) + gradient.sent.nbytes
+    block_bytes = max(found.values(), default=0.0)
+    return math.ceil(BUCKET_BYTES / block_bytes) if block_bytes < BUCKET_BYTES < count * block_bytes else 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -236,7 +235,7 @@ def _ahead_s(few: tuple[tuple[Line, int], ...]) -> tuple[float, float]:
     came, _ = _gathered(few, opens=False)
     behind = [bucket for bucket in came if bucket.behind]
     waited_s = sum(part.seconds for part in at_reading(came) if part.axis >= 0)
-    return Clock((), 0.0, behind).run(gathers_first=False)[-1], waited_s
+    return Clock((), 0.0, behind).run(gathers_first=False), waited_s
 
 
 def waits_s(lines: Sequence[tuple[Line, int]], way: int, contention: float) -> float:
@@ -247,36 +246,28 @@ def waits_s(lines: Sequence[tuple[Line, int]], way: int, contention: float) -> f
 
 def _waits_s(lines: Sequence[tuple[Line, int]], way: int, contention: float, *, opens: bool | None) -> float:
     """`waits_s`, with gathers of leaves as in `longer_s` unless `opens` is None."""
-    walked = tuple([(line, min(MOST, count) if line.block else count) for line, count in lines])
-    exposed_s, each_s = _walked_s(walked, way, contention, opens)
-    return exposed_s + sum(
-        (count - few) * more_s
-        for (_, count), (_, few), more_s in zip(lines, walked, each_s, strict=True)
-        if few < count  # in the middle of a long run blocks take as long as these do there
+    return _along(
+        [(line.backward, count) if line.block else ((), 1) for line, count in lines],
+        lambda few: _walked_s(
+            tuple([(line, number if line.block else count) for (line, count), number in zip(lines, few, strict=True)]),
+            way,
+            contention,
+            opens,
+        ),
     )
 
 
 @lru_cache(maxsize=1024)  # stages that differ only in how long their long runs are, and equal ones of further cuts
-def _walked_s(
-    lines: tuple[tuple[Line, int], ...], way: int, contention: float, opens: bool | None
-) -> tuple[float, tuple[float, ...]]:
-    """`_waits_s` of a stage all blocks of which are run through; and for each of its lines the exposed seconds of one
-    block in the middle of MOST of them (0 of others)."""
+def _walked_s(lines: tuple[tuple[Line, int], ...], way: int, contention: float, opens: bool | None) -> float:
+    """`_waits_s` of a stage all blocks of which are run through."""
     backward, turns = way == BACKWARD, list[Turn]()
     for index in reversed(range(len(lines))) if backward else range(len(lines)):
         line, count = lines[index]
         stops = line.backward if backward else line.forward
         for number in range(count):
             turns += [Turn(stop, (index, number) if line.block else OUTSIDE) for stop in stops]
-    turns = _without_repeats(turns)
     _, leaves = _gathered(lines, opens=opens) if opens is not None else ((), ())
-    exposed_s = Clock(turns, contention, leaves).run(gathers_first=False)
-    begins = _begins(turns, exposed_s)
-    middle_s = [
-        _each_s(begins, index, MOST) if line.block and count == MOST else 0.0
-        for index, (line, count) in enumerate(lines)
-    ]
-    return exposed_s[-1], tuple(middle_s)
+    return Clock(_without_repeats(turns), contention, leaves).run(gathers_first=False)
 
 
 def _gathered(lines: Sequence[tuple[Line, int]], *, opens: bool) -> tuple[Sequence[LeafBucket], Sequence[LeafBucket]]:

@@ -122,7 +122,7 @@ def _line(did: Passes, name: str) -> Line:
 def _work_s(did: Did, count: int) -> tuple[float, float]:
     """Seconds of the work of a piece (of `count` alike ones) in its forward and in its backward: without all that the
     stops of its Line have in the background."""
-    forward_s, backward_s = (part.work_s - part.in_order_s - part.after.moving_s for part in did.passes[:2])
+    forward_s, backward_s = (part.work_s - part.in_order.all_s - part.after.moving_s for part in did.passes[:2])
     return forward_s / count, backward_s / count
 
 

@@ -54,26 +54,19 @@ class Clock:
         self._buckets = _buckets(turns)
         self._begun: list[Sums] = []
 
-    def run(self, *, gathers_first: bool) -> list[float]:
-        """Run the pass to its end, when all collectives have ended. Returns the exposed seconds before each turn, and
-        as the last entry those of the whole pass. `gathers_first`: the first gathers begin with the pass, as in a
-        backward right after its forward."""
-        exposed_s = []
+    def run(self, *, gathers_first: bool) -> float:
+        """Run the pass to its end, when all collectives have ended. Returns the exposed seconds, in which compute
+        waited for what runs in the background, or was slowed down. `gathers_first`: the first gathers begin with the
+        pass, as in a backward right after its forward."""
         if gathers_first:
             self._ahead.go_on()
         self._leaves.go_on()
         self._leaves.fill(OUTSIDE)
         for number, turn in enumerate(self._turns):
-            exposed_s.append(self._exposed_s)
             if turn.block is not OUTSIDE and (not number or self._turns[number - 1].block != turn.block):
                 self._leaves.fill(turn.block)
             self._run_operator(turn.stop, turn.block, number)
         self._end()
-        return [*exposed_s, self._exposed_s]
-
-    @property
-    def _exposed_s(self) -> float:
-        """Seconds so far in which compute waited for what runs in the background, or was slowed down."""
         return self.streams.now_s - self.streams.work_s
 
     def _run_operator(self, stop: Stop, block: Hashable, number: int) -> None:

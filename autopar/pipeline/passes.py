@@ -166,23 +166,23 @@ class Passes(OpPasses):
         stop.compute_s += sum_s(split(loads)[0])
         return stop
 
-    def _opening(self, link: Link, name: str) -> bool:
-        """Whether nothing computes yet while a weight that the piece `name` reads is gathered: the first one
-        (Link.opening); of pieces that are `apart`, all that are read before blocks (Link.before_blocks)."""
-        return (
-            any(
-                leads and self.home[op.name] == name
+    def _opening(self, read: _Read) -> bool:
+        """Whether nothing computes yet while a weight is gathered: for what reads the first one (Link.opening); of
+        pieces that are `apart`, all that are read before blocks (Link.before_blocks)."""
+        link = read.link
+        if self.apart:
+            return any(
+                leads and self.home[op.name] == read.name
                 for (op, _), leads in zip(link.readers, link.before_blocks, strict=True)
             )
-            if self.apart
-            else link.opening
-        )
+        first = link.kind == "feed" or any(op.name == self.program.first_read for op, _ in read.at)
+        return link.opening and first
 
     def _add_weight(self, read: _Read) -> None:
         """Add the gathers of a weight, the way of its gradient to its leaf, and the sum of that over ranks."""
         link, routes = read.link, self.prices.routes
         ahead = routes.loads(read.made.value, read.asked.value, link.size_bytes)
-        gathers, opening = any(load.kind == "all_gather" for load in ahead), self._opening(link, read.name)
+        gathers, opening = any(load.kind == "all_gather" for load in ahead), self._opening(read)
         self._add_gathers(read, ahead, gathers=gathers, opening=opening)
         if NO_GRAD not in read.made.grad and NO_GRAD not in read.asked.grad:
             self._add_gradient(read, gathers=gathers, opening=opening)
@@ -218,7 +218,7 @@ class Passes(OpPasses):
         gathered = Sent(split(ahead)[1], used_bytes, key=self._shared_key(read)).times(self._each(link, reader))
         if opening:
             self.stops.at(reader, AHEAD).opens.append((operand, gathered))
-            did.passes[FORWARD].in_order_s += link.count * sum_s(gathered.way)
+            did.passes[FORWARD].in_order.add(gathered.way, link.count)
         else:
             self._record_copies(reader, ahead, AHEAD).takes.append((operand, gathered))
         needing = [at for at in read.at if at[0].needs_again(at[1])][-1:]  # the last reader's backward comes first
@@ -228,7 +228,7 @@ class Passes(OpPasses):
             way = BACK
         for reader, operand in needing if again and link.again_ahead else ():
             self._record_copies(reader, ahead, way).takes.append((operand, gathered))
-            did.passes[BACKWARD].in_order_s += again * sum_s(gathered.way) * first
+            did.passes[BACKWARD].in_order.add(gathered.way, again * first)
 
     def _add_gradient(self, read: _Read, *, gathers: bool, opening: bool) -> None:
         """Add the scatter of a weight's gradient to the layout of its leaf, and the sum over ranks, which all readers
@@ -248,9 +248,8 @@ class Passes(OpPasses):
             did.passes[BACKWARD].hide(back, link.count, last)
         else:
             did.passes[BACKWARD].wait(back, link.count)
-        scatters = gathers and (self.apart or not opening)
-        if scatters and read.at:
-            did.passes[BACKWARD].in_order_s += link.count * sum_s(sent.way) * opening
+        if gathers and read.at:
+            did.passes[BACKWARD].in_order.add(sent.way, link.count * opening)
             sends = self._record_copies(read.at[0][0], back, BACK).sends
             sent = sent.times(self._each(link, read.at[0][0]))  # the sum behind it knows it by identity
             sends.append(sent)
@@ -262,7 +261,7 @@ class Passes(OpPasses):
             self._summed[weight] = None
             # sums begin when gradients have come to their leaf: one block later for each collective of the scatter
             exposed = 1.0 if opening else min(1.0, last * len(sent.way))
-            self._add_sum(read, leaf, exposed, sent if scatters and sent.way else None)
+            self._add_sum(read, leaf, exposed, sent if gathers and sent.way else None)
 
     def _add_sum(self, read: _Read, leaf: Layout, exposed: float, first: Sent | None) -> None:
         """Add the sum of a weight's gradient over ranks, in buckets, and the gather of its leaf where that happens once

@@ -22,21 +22,21 @@ class Pass:
 
     compute_s    seconds of compute
     waited       collectives that compute waits for, and local copies
+    in_order     those of them that bring the first weights and take away their gradients: what they overlap depends on
+                 what is in the stage, and is found in program order (stops.Stop has them as well)
     ahead        gathers in the background, prefetched: they begin with the block before
     behind       other collectives in the background: scatters and sums of gradients
     after        collectives after the last compute, all of which are exposed
     adding_s     seconds of adding gradients to those of earlier microbatches, after that
-    in_order_s   a part of `waited`: seconds of collectives of weights that overlap compute, depending on what is in the
-                 stage; found in program order (stops.Stop has them as well)
     lag_s        a part of the background's seconds: as the first buckets must be filled before sums begin, the
                  background overlaps only the share 1 - lag_s / background_s of the work
     """
 
     compute_s: float = 0.0
     adding_s: float = 0.0
-    in_order_s: float = 0.0
     lag_s: float = 0.0
     waited: Loads = field(default_factory=Loads)
+    in_order: Loads = field(default_factory=Loads)
     ahead: Loads = field(default_factory=Loads)
     behind: Loads = field(default_factory=Loads)
     after: Loads = field(default_factory=Loads)
@@ -70,9 +70,9 @@ class Pass:
         """Add the same pass over another piece."""
         self.compute_s += other.compute_s
         self.adding_s += other.adding_s
-        self.in_order_s += other.in_order_s
         self.lag_s += other.lag_s
         self.waited.merge(other.waited)
+        self.in_order.merge(other.in_order)
         self.ahead.merge(other.ahead)
         self.behind.merge(other.behind)
         self.after.merge(other.after)
@@ -118,12 +118,13 @@ def exposed_share(total: Pass, contention: float) -> float:
 
 
 def least_s(total: Pass, contention: float) -> float:
-    """A lower bound of the seconds of a pass: with all of its collectives but those that compute waits for overlapped
-    by all of its work."""
+    """A lower bound of the seconds of a pass: with all of its collectives but those that compute always waits for
+    overlapped by all of its work."""
     overlapped = Pass()
     overlapped.add(total)
     overlapped.after, overlapped.lag_s = Loads(), 0.0
-    overlapped.behind.add(total.after.moving())
+    overlapped.behind.add([*total.after.moving(), *total.in_order.moving()])
+    overlapped.waited.add(total.in_order.moving(), -1.0)
     return overlapped.work_s + total.after.local_s + shown_s(overlapped, contention)
 
 

@@ -225,7 +225,7 @@ class PassTables(Quantities):
         )
         again = over(np.maximum(cost_s - plain_s, 0.0), ahead.all_s)
         moved = prices.routes.gathers(here.forward)
-        gathers = moved & link.ahead
+        gathers = moved & (link.ahead or self.hides_all)
         for passed, times, begun in (
             (FORWARD, np.full(cost_s.shape, float(link.count)), gathers),
             (BACKWARD, again, moved & link.again_ahead),
@@ -236,7 +236,8 @@ class PassTables(Quantities):
             return
         graded = here.graded * float(link.count)
         back = self._moved(here.read, grad_bytes)
-        self._add_background(found[BACKWARD], back, np.where(gathers, graded, 0.0), link.last_share)
+        last = 0.0 if self.hides_all else link.last_share
+        self._add_background(found[BACKWARD], back, np.where(gathers, graded, 0.0), last)
         self._add_waited(found[BACKWARD], back, np.where(gathers, 0.0, graded))
         sums = self._moved(here.summed, grad_bytes, prices.grad_bucket_bytes(link.size_bytes, grad_bytes))
         self._add_buckets(
@@ -244,11 +245,12 @@ class PassTables(Quantities):
             sums,
             np.where(here.each | (not self.sums_at_end), graded, 0.0),
             self.behind(0),
-            self._hidden(link, here, gathers),
+            self._hidden(link, gathers),
         )
         if not self.sums_at_end:
             leaf = self._moved(here.leaf, link.size_bytes, prices.bucket_bytes)
-            inside = bool(link.cluster.scope)  # what the model itself reads is waited for before it runs
+            # what the model itself reads is waited for before it runs
+            inside = bool(link.cluster.scope) or self.hides_all
             self._add_buckets(found[FORWARD], leaf, graded, self.leaf(0), np.full((2, *graded.shape), float(inside)))
 
     def gathered(self, link: Link) -> np.ndarray:
@@ -275,23 +277,25 @@ class PassTables(Quantities):
                 found[link.ref] = found.get(link.ref, 0) + len(link.uses)
         return {ref: count > 1 for ref, count in found.items()}
 
-    def _hidden(self, link: Link, here: Between, gathers: np.ndarray) -> np.ndarray:
+    @property
+    def hides_all(self) -> bool:
+        """Whether all collectives that may overlap any compute are in the background, as the least price of a step of
+        one stage has them (pipeline.work.least_s). Descents by such tables end higher."""
+        return self.linked and not self.sums_at_end
+
+    def _hidden(self, link: Link, gathers: np.ndarray) -> np.ndarray:
         """[2, rows, columns]: the most of the sum of a weight's gradient that can be in the background, as a share: of
-        its first collective, and of later ones. `gathers` [rows, columns]: whether background collectives bring the
-        gradient to its leaf before the sum begins.
+        its first collective, and of later ones.
 
         The last bucket, half full on average, is exposed, and one more for later collectives. Its share of all
-        gradients is least if all weights, not sharded, are in buckets of one kind. Each collective in front of a sum
-        delays it by one block, and what comes after the last block is exposed, too (only if `linked`: descents by these
-        tables ended higher with it, 8B on 64 devices at 0.264 s in place of 0.257).
+        gradients is least if all weights, not sharded, are in buckets of one kind.
         """
+        if self.hides_all:
+            return np.ones((2, *gathers.shape))
         bucket = BUCKET_BYTES / max(1.0, self._gradients_bytes)
         if bucket >= 1.0 or link.opening:
             return np.zeros((2, *gathers.shape))
-        last = np.zeros(gathers.shape)
-        if self.linked and not self.sums_at_end:
-            last = np.minimum(1.0, link.last_share * gathers * self.model.prices.routes.collectives(here.read))
-        return np.stack([1.0 - np.maximum(last, min(1.0, buckets * bucket)) for buckets in (0.5, 1.5)])
+        return np.stack([np.full(gathers.shape, 1.0 - min(1.0, buckets * bucket)) for buckets in (0.5, 1.5)])
 
     @cached_property
     def _gradients_bytes(self) -> float:

@@ -34,7 +34,7 @@ def _on(axis: int, seconds: float, **shares: float) -> Load:
 def _exposed_s(
     turns: list[Turn], contention: float = 0.0, leaves: tuple[LeafBucket, ...] = (), *, gathers_first: bool = False
 ) -> float:
-    return Clock(turns, contention, leaves).run(gathers_first=gathers_first)[-1]
+    return Clock(turns, contention, leaves).run(gathers_first=gathers_first)
 
 
 @pytest.mark.parametrize("contention", [0.0, 0.15, 0.5])

@@ -223,7 +223,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(dict.fromkeys(case.model for case in CASES)))
     parser.add_argument("--clusters", nargs="+", default=list(dict.fromkeys(case.cluster for case in CASES)))
     parser.add_argument(
-        "--ways", nargs="+", default=[way for way in WAYS if way not in ("search", "single")], choices=WAYS
+        "--ways",
+        nargs="+",
+        default=[way for way in WAYS if way not in ("search", "single")],
+        choices=WAYS,
+        metavar="WAY",
+        help="names of recipes and schedules; an unknown one is refused with all that there are",
     )
     parser.add_argument("--limit", type=float, default=5.0, help="seconds for each plan")
     parser.add_argument("--json", type=Path, help="write all rows there")

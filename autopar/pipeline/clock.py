@@ -284,7 +284,7 @@ def _gathered(lines: Sequence[tuple[Line, int]], *, opens: bool) -> tuple[Sequen
 def _without_repeats(turns: Sequence[Turn]) -> list[Turn]:
     """The turns of a stage, with what several operators share (Sent.key) once: gathers with the first of these in the
     order of the pass, gradients with the last."""
-    gathers = _Repeats([sent for turn in turns for _, sent in (*turn.stop.opens, *turn.stop.takes)])
+    gathers = _Repeats([sent for turn in turns for _, sent in turn.stop.takes])
     sends = _Repeats([sent for turn in reversed(turns) for sent in turn.stop.sends[::-1]])
     sums = _Repeats([one.sent for turn in reversed(turns) for one in turn.stop.sums[::-1]])
     if not (gathers.ids or sends.ids or sums.ids):
@@ -293,7 +293,6 @@ def _without_repeats(turns: Sequence[Turn]) -> list[Turn]:
         Turn(
             replace(
                 turn.stop,
-                opens=[at for at in turn.stop.opens if at[1] not in gathers],
                 takes=[at for at in turn.stop.takes if at[1] not in gathers],
                 sends=[sent for sent in turn.stop.sends if sent not in sends],
                 sums=[one for one in turn.stop.sums if one.sent not in sums],

@@ -215,12 +215,10 @@ class Passes(OpPasses):
         if not gathers or not read.at:
             return
         reader, operand = read.at[0]
-        gathered = Sent(split(ahead)[1], used_bytes, key=self._shared_key(read)).times(self._each(link, reader))
-        if opening:
-            self.stops.at(reader, AHEAD).opens.append((operand, gathered))
-            did.passes[FORWARD].in_order.add(gathered.way, link.count)
-        else:
-            self._record_copies(reader, ahead, AHEAD).takes.append((operand, gathered))
+        _, moving = split(ahead)
+        gathered = Sent(moving, used_bytes, key=self._shared_key(read)).times(self._each(link, reader))
+        self._record_copies(reader, ahead, AHEAD).takes.append((operand, gathered))
+        did.passes[FORWARD].in_order.add(moving, link.count * opening)
         needing = [at for at in read.at if at[0].needs_again(at[1])][-1:]  # the last reader's backward comes first
         if needing and self.stops.named(reader.scope, AGAIN):  # what runs again of a block gathers it for the backward
             needing, way = read.at[:1], AGAIN
@@ -228,7 +226,7 @@ class Passes(OpPasses):
             way = BACK
         for reader, operand in needing if again and link.again_ahead else ():
             self._record_copies(reader, ahead, way).takes.append((operand, gathered))
-            did.passes[BACKWARD].in_order.add(gathered.way, again * first)
+            did.passes[BACKWARD].in_order.add(moving, again * first)
 
     def _add_gradient(self, read: _Read, *, gathers: bool, opening: bool) -> None:
         """Add the scatter of a weight's gradient to the layout of its leaf, and the sum over ranks, which all readers

@@ -99,8 +99,6 @@ class Sum:
 class Stop:
     """What one operator does in a pass, in this order. Seconds are those of one instance (of one block).
 
-    opens        gathers of weights before anything has computed, with the number of the operand; nothing can
-                 overlap them, so that the price of the operator has them as work
     takes        gathers of weights that it waits for, with the number of the operand; they are prefetched
     waits        other collectives that it waits for before it computes, with the number of the operand
     compute_s    seconds of compute
@@ -111,7 +109,6 @@ class Stop:
     """
 
     compute_s: float = 0.0
-    opens: list[tuple[int, Sent]] = field(default_factory=list)
     takes: list[tuple[int, Sent]] = field(default_factory=list)
     waits: list[tuple[int, Load]] = field(default_factory=list)
     behind: list[Load] = field(default_factory=list)
@@ -122,7 +119,7 @@ class Stop:
     @property
     def begins(self) -> bool:
         """Whether it waits for anything before it computes."""
-        return bool(self.opens or self.takes or self.waits)
+        return bool(self.takes or self.waits)
 
     @property
     def goes_on(self) -> bool:
@@ -132,7 +129,7 @@ class Stop:
     @property
     def events(self) -> list[Load | Sent]:
         """What it waits for before it computes, in the order of operands: gathers of weights, and other collectives."""
-        before: list[tuple[int, Load | Sent]] = [*self.opens, *self.takes, *self.waits]
+        before: list[tuple[int, Load | Sent]] = [*self.takes, *self.waits]
         return [event for _, event in sorted(before, key=lambda event: event[0])]
 
 
@@ -175,7 +172,6 @@ def in_few(stops: Sequence[Stop]) -> list[Stop]:
             found[-1] = replace(
                 stop,
                 compute_s=last.compute_s + stop.compute_s,
-                opens=last.opens,
                 takes=last.takes,
                 waits=last.waits,
             )

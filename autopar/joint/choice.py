@@ -99,8 +99,7 @@ def staged(
         before = next((walk for walk in begun if walk.space == space), None) or Explorer(context, space, known_s, until)
         walk = before.again(known_s, until, wider, reach)
         walks.append(walk)
-        found = walk.run()
-        found = _refined(context, found, walk.fit.values(), known_s)
+        found = _searched(context, walk, known_s)
         why += walk.why[:3]
         tried += _alternatives(walk)
         if found is not None and found.step_s < known_s * (1 - PRICE_TOLERANCE):
@@ -126,6 +125,19 @@ def staged(
 def _proven(walks: Sequence[Explorer]) -> dict[Shape, float]:
     """Shape -> lower bound in seconds, as walks through free spaces have proven it."""
     return {shape: bound_s for walk in walks if walk.space in FREE for shape, bound_s in walk.proven.items()}
+
+
+def _searched(context: SearchContext, walk: Explorer, known_s: float) -> Found | None:
+    """The result of a walk, refined; then of going on further from what is best, in the time that is left."""
+    first = walk.run()
+    best = _refined(context, first, walk.fit.values(), known_s)
+    if best is None or context.timer.late:
+        return best
+    walk.far, walk.known_s = True, min(known_s, best.step_s)
+    other = walk.run()
+    if other is first or other is None:
+        return best
+    return min(best, _refined(context, other, walk.fit.values(), walk.known_s), key=lambda found: found.step_s)
 
 
 def _refined(context: SearchContext, found: Found | None, others: Iterable[Found], known_s: float) -> Found | None:

@@ -55,7 +55,8 @@ class Explorer:
     why          the reasons why shapes do not fit
     raised       the shapes whose floor is raised already
     took_s       seconds of each glance with a result
-    expanded, polished    the shapes whose neighbours were visited, and those that were solved exactly
+    expanded, polished, scattered, refined    shapes whose neighbours were visited; solved exactly; tried so; and honed
+    far          whether what seldom gains is tried, too: scattering, neighbours of shapes above NEARER of the best
     """
 
     context: SearchContext
@@ -73,6 +74,9 @@ class Explorer:
     took_s: dict[Shape, float] = field(default_factory=dict)
     expanded: set[Shape] = field(default_factory=set)
     polished: dict[Shape, None] = field(default_factory=dict)
+    refined: set[Shape] = field(default_factory=set)
+    scattered: set[Shape] = field(default_factory=set)
+    far: bool = False
     hurried: bool = False  # whether time was up before all that was promising was visited
 
     @cached_property
@@ -165,27 +169,29 @@ class Explorer:
             best = self.best
             rough = self._next_to_solve(best) if best is not None else None
             if rough is None:
-                self._scatter()
+                if self.far:
+                    self._scatter()
                 return self._honed(self.best)
             self._polish(rough)
 
     def _scatter(self) -> None:
-        """Try whether the fastest results near the fastest known step get faster if gradients may also be scattered
-        after every microbatch, as long as time is left."""
-        near = [found for found in self.settled if found.step_s < self.known_s * HONED]
+        """Try whether the fastest results get faster if gradients may also be scattered after every microbatch."""
+        near = [f for f in self.settled if f.step_s < self.known_s * HONED and f.shape not in self.scattered]
         for found in sorted(near, key=lambda found: found.step_s)[:SCATTERED]:
+            self.scattered.add(found.shape)
             if not self._closes and (made := scattered(self.pricing, found)) is not None:
                 self.found[found.shape] = made
 
     def _honed(self, best: Found | None) -> Found | None:
         """`best`, honed if it was solved exactly and may become the fastest known plan, and time is left."""
-        if best is None or best.shape not in self.polished or best.step_s >= self.known_s * HONED:
+        if best is None or best.shape not in self.polished.keys() - self.refined or best.step_s >= self.known_s * HONED:
             return best
         late = partial(self._late, inside.takes_s(best))
         if late():
             self.hurried = True
             return best
         self.context.request.say(f"honing {best.shape}")
+        self.refined.add(best.shape)
         better = with_other_stages(self.pricing, best, late)
         made = self.found[best.shape] = honed(self.context, self.space.name, better, late)
         return made
@@ -231,9 +237,8 @@ class Explorer:
     def _least_of(self, shape: Shape) -> float:
         """The fastest step with the places and mesh of `shape` and any number of microbatches; for beaten shapes their
         proven bound; where none was visited, the floor of `shape`; infinite where nothing fits."""
-        return min(
-            (self._reached_s(other) for other in self.found if other.key == shape.key), default=self.floors[shape]
-        )
+        reached = (self._reached_s(other) for other in self.found if other.key == shape.key)
+        return min(reached, default=self.floors[shape])
 
     def _climb(self, shapes: list[Shape]) -> None:
         """Visit neighbours of the best shape, as long as that finds a faster one."""
@@ -291,7 +296,7 @@ class Explorer:
             self.hurried = True
             return None
         if self.fit:
-            near_s = self.least_s * self._near
+            near_s = self.least_s * (self._near if self.far else NEARER)
             open_ = {
                 shape: f.step_s for shape, f in self.fit.items() if shape not in self.expanded and f.step_s <= near_s
             }
@@ -381,19 +386,14 @@ class Explorer:
 
 
 NEAR, NEARER = 1.2, 1.05
-"""Factors on the fastest known step up to which the neighbours of a shape are visited: NEAR for those of starts, NEARER
-for those of neighbours, and for all where there are more than MANY_SHAPES."""
+"""Factors on the fastest known step: neighbours are visited up to NEARER of it, starts up to NEAR; and so are the
+neighbours of all shapes up to NEAR once what is best is refined, unless there are more than MANY_SHAPES."""
 
-MANY_SHAPES = 100
-"""More shapes than this make a space large: then fewer neighbours are visited (NEARER)."""
+FEW_SHAPES, MANY_SHAPES = 32, 100
+"""A space of at most FEW_SHAPES is visited as a whole; of more than MANY_SHAPES fewer neighbours are (NEARER)."""
 
-FEW_SHAPES = 32  # a space of at most so many shapes is visited as a whole
-
-SCATTERED = 2
-"""Results for which scattering gradients after every microbatch is tried: each takes as long as an exact solution."""
-
-CLOSING = 0.3
-"""Share of the time limit that is kept at most for the best result when others are visited or solved."""
+SCATTERED = 2  # results for which scattering gradients after every microbatch is tried, each as long as an exact one
+CLOSING = 0.3  # share of the time limit that is kept at most for the best result when others are visited or solved
 
 SLOWER_STARTS = 2
 """After so many starts in a row, each slower than the one before and far from the best, no further start is visited; in

@@ -366,9 +366,10 @@ def _in_the_end(program: Program, plan: Plan, ref: Ref) -> list[LayoutPair]:
 
 
 def _sync_axes(rest: LayoutPair, asked: list[LayoutPair]) -> tuple[int, ...]:
-    """Axes on which the parameter rests whole and every reader leaves a partial gradient."""
+    """Axes on which the parameter rests whole and every reader that leaves a gradient leaves a partial one."""
+    graded = [pair for pair in asked if pair.has_grad]
     return tuple(
         a
         for a, entry in enumerate(rest.rest)
-        if entry == "R" and all(p.value[a] == "R" and p.has_grad and p.grad[a] == "P" for p in asked)
+        if graded and entry == "R" and all(p.value[a] == "R" and p.grad[a] == "P" for p in graded)
     )

@@ -159,7 +159,7 @@ def _body(context: Context, gm: fx.GraphModule, view: View, names: Names) -> lis
         f"{INDENT}TOTALS = {tuple(_key(ref) for ref in view.given)!r}",
         f"{INDENT}RESULTS = {tuple(number for number, _ in view.results)!r}",
         *([] if view.separable else [f"{INDENT}SEPARABLE = False"]),
-        *parameter_tables(context, [context.program.ops[name] for name in view.held]),
+        *parameter_tables(context, [context.program.ops[name] for name in view.held], view.reached),
         "",
         f"{INDENT}@staticmethod",
         f"{INDENT}def receives({', '.join(context.symbols)}):",
@@ -238,6 +238,7 @@ def _totals_view(context: Context) -> View:
         (),
         (),
         (),
+        {},
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -74,15 +74,18 @@ class Names:
         )
 
 
-def parameter_tables(context: Context, ops: Sequence[Op]) -> list[str]:
-    """The tables PARAMS and BUFFERS of one class, which reads `ops`."""
+def parameter_tables(context: Context, ops: Sequence[Op], reached: Container[str] | None = None) -> list[str]:
+    """The tables PARAMS and BUFFERS of one class, which reads `ops`; a stage says which `reached` ones it sends
+    gradients into."""
     lines = []
     for title, roles in (("PARAMS", ("param",)), ("BUFFERS", ("buffer", "constant"))):
         held = ranked([op for op in ops if op.role in roles], context.order)
         if not held:
             continue
         lines.append(f"{INDENT}{title} = {{")
-        lines += [f"{INDENT * 2}{_parameter(context, op)}," for op in held]
+        lines += [
+            f"{INDENT * 2}{_parameter(context, op, reached=reached is None or op.name in reached)}," for op in held
+        ]
         lines.append(f"{INDENT}}}")
     return lines
 
@@ -90,8 +93,8 @@ def parameter_tables(context: Context, ops: Sequence[Op]) -> list[str]:
 _ON_HOST = {"": "", "optimizer": ", host_state=True", "parameters": ", host=True"}
 
 
-def _parameter(context: Context, op: Op) -> str:
-    """The entry of one parameter or buffer in PARAMS or BUFFERS."""
+def _parameter(context: Context, op: Op, *, reached: bool) -> str:
+    """The entry of one parameter or buffer in PARAMS or BUFFERS; `reached`: the class sends a gradient into it."""
     lies = out_pair(context.plan, (op.name, 0))
     layout = lies.rest if op.role == "param" else lies.value
     leaf = f', leaf="{show(lies.value)}"' if lies.value != layout else ""
@@ -104,6 +107,7 @@ def _parameter(context: Context, op: Op) -> str:
     shape = tuple(op.call.outs[0].sizes)
     sync = context.edges.sync.get((op.name, 0), ())
     grad = ", trainable=False" if op.role == "param" and not facts.is_trained(op.node) else ""
+    grad += ", reached=False" if op.role == "param" and op.call.outs[0].grad and not reached else ""
     return (
         f'{quoted(context.short_name(op))}: Param({shape}, "{dtype}", "{show(layout)}"{leaf}'
         f"{f', sync={sync}' if sync else ''}{grad}{_persistent(context, op)})"

@@ -34,6 +34,12 @@ def instances(shares: Shares, views: Sequence[View]) -> dict[str, int]:
     return found
 
 
+def sends_gradient(op: Op, views: Sequence[View]) -> bool:
+    """Whether any of the stages of a place that hold a parameter sends a gradient into it. Of those that only read it
+    for a value without one, the gradient is nothing but what other places send."""
+    return bool(op.scope) or any(op.name in view.reached for view in views)
+
+
 def resting(shares: Shares, views: Sequence[View]) -> Iterator[Entry]:
     """The entries of parameters with their gradients and optimizer state, of buffers and of inputs. Whole gradients
     that microbatches add up, and that are scattered at the end of the step, are entries of their own."""
@@ -49,7 +55,7 @@ def resting(shares: Shares, views: Sequence[View]) -> Iterator[Entry]:
             yield Entry("buffers", named(op), op.where, nbytes, count, ALWAYS, ALWAYS)
         elif op.role == "param":
             held = asdict(_of_parameter(shares, op, count, 1.0 - _hosted(shares, views)))
-            if held["gradients"]:
+            if held["gradients"] and sends_gradient(op, views):
                 held[WHOLE] = _whole_bytes(shares, op, count)
             for kind, nbytes in held.items():
                 if nbytes:

@@ -12,6 +12,7 @@ from torch import fx
 
 from autopar.cluster import Cluster
 from autopar.codegen.edges import Edges, edges
+from autopar.memory.at_rest import sends_gradient
 from autopar.memory.habits import EMITTED, Habits
 from autopar.memory.place import Holding
 from autopar.memory.shares import Shares
@@ -102,7 +103,8 @@ def _holding(
             if split == "apart" and any(action.kind == "B" for action in line[0]):
                 known[key].whole = walked()
         profiles[view.index] = known[key]
-    synced = frozenset(reshard.ref[0] for reshard in found.reshards if reshard.role == "sync")
+    ways = (reshard for reshard in found.reshards if reshard.role == "sync")
+    synced = frozenset(way.ref[0] for way in ways if sends_gradient(shares.program.ops[way.ref[0]], here))
     return Holding(shares, number, here, profiles, len(plan.stages) > 1, *line, synced)
 
 

@@ -7,7 +7,7 @@ values that its blocks carry on cross the cut under the names of the run's resul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.layout import is_placed, parse, steps
@@ -27,6 +27,8 @@ class View:
     ops                the top-level operators that run here, by name
     blocks             the instances `[first, stop)` of each run of blocks
     held, inputs       the parameters, buffers and constants, and the inputs, that it reads, in program order
+    reached            the parameters among `held` into which it sends a gradient: not those that it reads for a value
+                       without one only (a norm of weights among the outputs, a teacher's moving average)
     given              the totals that it reads, computed over the whole batch before the first microbatch
     receives, sends    the values from the stage before, and to the next one
     results            the outputs of the model that are made here, as (number, op)
@@ -41,6 +43,7 @@ class View:
     receives: tuple[Ref, ...]
     sends: tuple[Ref, ...]
     results: tuple[tuple[int, Op], ...]
+    reached: Mapping[str, None]
     separable: bool = True
     """Whether the backward may be split into the part for inputs and that for weights. False where torch would lose the
     gradient of a weight (`_separable`), where blocks run again in the backward, and where it gathers weights again,
@@ -66,6 +69,7 @@ def views(program: Program, plan: Plan) -> tuple[View, ...]:
         holders = {name: None for name, op in program.ops.items() if name in names and op.role in HOLDERS}
         runs_again = any(plan.again(stage, scope, stop - first) for scope, (first, stop) in stage.blocks.items())
         gathers_again = any(name in ops or program.ops[name].scope in stage.blocks for name in regathered)
+        results = tuple((i, op) for i, op in _results(program) if index in owners[i])
         found.append(
             View(
                 index,
@@ -76,7 +80,8 @@ def views(program: Program, plan: Plan) -> tuple[View, ...]:
                 given=tuple(r for r in totals if r in reads[index]),
                 receives=tuple(arriving[index]),
                 sends=tuple(arriving[index + 1]),
-                results=tuple((i, op) for i, op in _results(program) if index in owners[i]),
+                results=results,
+                reached=_reached(program, stage, [op for _, op in results], arriving[index + 1]),
                 separable=not runs_again and not gathers_again and _separable(program, stage, arriving[index]),
             )
         )
@@ -131,6 +136,7 @@ def _arriving(
 def whole(program: Program) -> View:
     """The view of a plan that is not cut: all operators, all blocks, all results."""
     top = [op for op in program.ops.values() if not op.scope]
+    trained = {op.name: None for op in top if op.role == "param" and op.call.outs[0].grad}
     return View(
         0,
         {op.name: None for op in top if op.role == "op"},
@@ -141,6 +147,7 @@ def whole(program: Program) -> View:
         (),
         (),
         tuple(enumerate(program.results)),
+        trained,
     )
 
 
@@ -198,6 +205,25 @@ def _made(program: Program, stage: Stage) -> dict[Ref, None]:
 def _unfinished(program: Program, stage: Stage) -> dict[Ref, None]:
     """The carried values of runs of blocks that began in an earlier stage and go on in this one."""
     return {ref: None for scope, (first, _) in stage.blocks.items() if first > 0 for ref in program.runs[scope].carried}
+
+
+def _reached(program: Program, stage: Stage, results: Sequence[Op], sends: Mapping[Ref, None]) -> dict[str, None]:
+    """The parameters outside of blocks into which a stage sends gradients: those from which its operators lead to the
+    loss among its `results`, to its blocks, or to a value with a gradient that it `sends` on."""
+    ops, found = program.ops, dict[str, None]()
+    back = {ref: None for ref in sends if ops[ref[0]].call.outs[ref[1]].grad}
+    back.update({op.operands[0]: None for op in results if op.role == "loss"})
+    for op in reversed(ops.values()):
+        if op.role == "param" and (op.name, 0) in back:
+            found[op.name] = None
+        elif op.role == "port" and op.scope in stage.blocks and op.call.outs[0].grad:
+            run = program.runs[op.scope]
+            if stage.blocks[op.scope][0] == 0 or op.name in run.ports[len(run.carried) :]:
+                back[run.feeds[run.ports.index(op.name)]] = None
+        elif op.name in stage.nodes and any((op.name, number) in back for number in range(len(op.call.outs))):
+            ins = zip(op.operands, op.call.ins, strict=True)
+            back.update({ref: None for ref, tensor in ins if tensor.grad})
+    return found
 
 
 def _gathering_again(program: Program, plan: Plan) -> dict[str, None]:

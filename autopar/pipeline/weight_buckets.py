@@ -24,11 +24,11 @@ class WeightBuckets:
 
     def leaf(self, link: Link, made: LayoutPair, asked: LayoutPair) -> Layout:
         """The layout of the leaf's gradient before it is summed over ranks, where the weight is `made` and one reader
-        `asked` for it. A weight that several read is a partial sum on those axes on which all of them, on any place,
-        leave it so."""
-        others = self._asked[link.ref]
-        if len(others) == 1:
-            return synced(made, asked)
+        `asked` for it. A weight that several read is a partial sum on those axes on which all of them that leave a
+        gradient, on any place, leave it so."""
+        others = [other for other in self._asked[link.ref] if other.has_grad]
+        if len(others) < 2:
+            return synced(made, (*others, asked)[0])
         each = [synced(made, other) for other in others]
         return tuple(
             entries[0] if all(entry == entries[0] for entry in entries) else own

@@ -98,8 +98,8 @@ class GradSync:
 
     @staticmethod
     def watching(held: Mapping[str, Held], mesh: Mesh, blocks: Iterable[Reader]) -> GradSync:
-        """A GradSync of all trainable parameters in `held`, all of which get new leaves."""
-        sync = GradSync([h for h in held.values() if h.info.trainable], mesh, blocks=blocks)
+        """A GradSync of all parameters in `held` that train and whose gradient comes from here; all get new leaves."""
+        sync = GradSync([h for h in held.values() if h.info.trainable and h.info.reached], mesh, blocks=blocks)
         for one in held.values():
             one.renew(mesh)
             sync.attach(one)

@@ -41,6 +41,7 @@ class Param:
     host_state  only the optimizer's state rests in host memory (runtime.host_state)
     sync        mesh axes on which gradients are left partial, and summed once per backward
     trainable   it has a gradient
+    reached     its gradient comes from here, too: a stage of a pipeline may only read it for a value without one
     persistent  of a buffer: it belongs to the state dict
     """
 
@@ -49,6 +50,7 @@ class Param:
     layout: str
     sync: tuple[int, ...] = ()
     trainable: bool = True
+    reached: bool = True
     persistent: bool = True
     leaf: str = ""
     each: bool = False

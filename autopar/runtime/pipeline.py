@@ -93,7 +93,8 @@ class PipelinedModule(ShardedModule):
         self._syncs: list[GradSync] = []
         for stage, declared in zip(self.stages, self._declared, strict=True):
             stage.held = {
-                name: replace(self._held[name], readers=about.readers) for name, about in declared.found.items()
+                name: replace(self._held[name], info=about.info, readers=about.readers)
+                for name, about in declared.found.items()
             }
             self._syncs.append(GradSync.watching(stage.held, self.MESH, stage._blocks()))
             self._syncs[-1].deferred = True

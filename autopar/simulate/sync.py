@@ -81,14 +81,14 @@ class Sync:
     def gradient_buckets(
         self, view: View, turns: Sequence[Turn], limit_bytes: float = BUCKET_BYTES
     ) -> list[GradientBucket]:
-        """The gradient buckets of a stage, as in runtime.gradient_buckets: parameters in reverse order of use, those of
-        a bucket with the same collectives and dtype."""
+        """The gradient buckets of a stage, as in runtime.gradient_buckets: parameters into which it sends gradients, in
+        reverse order of use, those of a bucket with the same collectives and dtype."""
         ways = {r.ref: r for r in self.edges.reshards if r.role == "sync"}
         found = gradient_buckets(
             [
                 _Entry(member, self._several(way.backward(self.mesh.sizes)), way.each)
                 for member in reversed(self.members(view, turns))
-                if (way := ways.get((member[0], 0))) is not None
+                if (way := ways.get((member[0], 0))) is not None and (member[1] >= 0 or member[0] in view.reached)
             ],
             alike=lambda entry: (
                 tuple((step.kind, step.axis) for step in entry.sums),

@@ -41,7 +41,7 @@ def undivided(program: Program, recipe: Recipe, sizes: tuple[int, ...]) -> str:
     ways = math.prod(
         size for role, size in zip(recipe.roles_on(len(sizes)), sizes, strict=True) if role in roles.BY_SAMPLE
     )
-    batches = [op.call.outs[0].sizes[0] for op in program.ops.values() if op.role == "input" and 0 in op.batch[0]]
+    batches = [op.call.outs[0].sizes[op.samples] for op in program.ops.values() if op.samples is not None]
     if not batches or not all(size % ways for size in batches):
         return ""
     size = batches[0]

@@ -8,7 +8,6 @@ those of a pipeline with as many microbatches as the batch allows, because recip
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -342,12 +341,9 @@ class Survey:
     def _ways(self, plan: Plan) -> int:
         """The number of ranks of a place that the batch is cut over."""
         program = self._program(self.hints, plan.parted)
-        inputs = [op.name for op in program.ops.values() if op.role == "input" and 0 in op.batch[0]]
-        return max(
-            itertools.chain(
-                (1,), (ways_of(parse(plan.nodes[name].outs[0].split("|")[0]), 0, plan.mesh) for name in inputs)
-            )
-        )
+        inputs = [(op.name, op.samples) for op in program.ops.values() if op.samples is not None]
+        lies = [(parse(plan.nodes[name].outs[0].split("|")[0]), samples) for name, samples in inputs]
+        return max((ways_of(layout, samples, plan.mesh) for layout, samples in lies), default=1)
 
 
 def _runs(plan: Plan, microbatches: int) -> bool:

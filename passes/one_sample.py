@@ -22,9 +22,11 @@ from passes.spellings import reshape_sizes
 
 aten = torch.ops.aten
 
+BATCH = facts.symbol("b")
 DRAWN: dict[Any, Any] = {aten.rand.default: aten.rand_like.default, aten.randn.default: aten.randn_like.default}
 """Random operators -> the operator that draws like a given tensor."""
-Batches = dict[sympy.Symbol, fx.Node]
+Batches = dict[sympy.Symbol, tuple[fx.Node, int]]
+"""Symbol of a batch -> an input that has it, and the dim along which."""
 
 
 def one_sample(gm: fx.GraphModule) -> fx.GraphModule:
@@ -53,13 +55,15 @@ def one_sample(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _batches(gm: fx.GraphModule) -> Batches:
-    """The symbols that are dim 0 of an input, each with the first such input."""
+    """The symbols along which inputs have samples, each with the first such input: the batch, or dim 0 of an input that
+    has none."""
     found: Batches = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         if node.meta.get("role") == "input" and (shape := facts.value(node).shape):
-            expr = _expression(shape[0])
+            dim = next((dim for dim, size in enumerate(facts.shape(node)) if size == BATCH), 0)
+            expr = _expression(shape[dim])
             if expr is not None and expr.is_Symbol:
-                found.setdefault(expr, node)
+                found.setdefault(expr, (node, dim))
     return found
 
 
@@ -155,10 +159,10 @@ def _make(node: fx.Node, symbol: sympy.Symbol, made: dict[fx.Node, fx.Node | int
         made[node] = edit.call(node, node.target, *args, **kwargs)
 
 
-def _expand(one: fx.Node | int, node: fx.Node, symbol: sympy.Symbol, owner: fx.Node) -> fx.Node:
+def _expand(one: fx.Node | int, node: fx.Node, symbol: sympy.Symbol, owner: tuple[fx.Node, int]) -> fx.Node:
     """`one` expanded to the batch of `node`, inserted before it; for a merged dim of samples and heads, expanded and
-    reshaped."""
-    count, shape = edit.size(owner, 0), facts.value(node).shape
+    reshaped. `owner`: an input with that batch, and the dim along which."""
+    count, shape = edit.size(*owner), facts.value(node).shape
     each = [_per_sample(size, symbol) for size in shape]
     sizes: list[fx.Node | int] = [count if n == 1 else -1 for n in each]
     flat = [dim for dim, n in enumerate(each) if n is not None and n != 1]
@@ -169,7 +173,7 @@ def _expand(one: fx.Node | int, node: fx.Node, symbol: sympy.Symbol, owner: fx.N
     return edit.call(node, aten.reshape.default, wide, reshape_sizes(wide, node)) if flat else wide
 
 
-def _draw(node: fx.Node, symbol: sympy.Symbol, owner: fx.Node) -> None:
+def _draw(node: fx.Node, symbol: sympy.Symbol, owner: tuple[fx.Node, int]) -> None:
     """Random numbers drawn like an expanded tensor of one sample."""
     given = node.args[0]
     assert isinstance(given, (list, tuple))

@@ -36,7 +36,7 @@ def sample_draws(gm: fx.GraphModule) -> fx.GraphModule:
         node
         for node in gm.graph.find_nodes(op="placeholder")
         if node.meta.get("role") == "input"
-        and facts.shape(node)[:1] == (BATCH,)
+        and BATCH in facts.shape(node)
         and 0 not in facts.shape(node)  # it has no element of each sample
         and not facts.dtype(node).is_complex
     ]
@@ -53,9 +53,9 @@ def _read(node: fx.Node, source: fx.Node) -> None:
     """Replace a draw by one with the sizes of a view of `source`, an input."""
     *numbers, size = node.args
     with edit.before(node):
-        rows = source
-        for _ in range(facts.rank(source) - 1):
-            rows = edit.call(node, aten.select.int, rows, 1, 0)
+        rows, samples = source, facts.shape(source).index(BATCH)
+        for dim in range(facts.rank(source) - 1):
+            rows = edit.call(node, aten.select.int, rows, int(dim >= samples), 0)
         for _ in range(facts.rank(node) - 1):
             rows = edit.call(node, aten.unsqueeze.default, rows, -1)
         rows = edit.call(node, aten.expand.default, rows, size) if facts.rank(node) > 1 else rows

@@ -49,8 +49,8 @@ class Dims:
 
     @property
     def of_samples(self) -> set[str]:
-        """The symbols that are dim 0 of an input."""
-        return {dims[0] for dims in self.of.values() if 0 in dims}
+        """The symbols of samples: `b`, or else those that are dim 0 of an input."""
+        return {"b"} if "b" in self.hints else {dims[0] for dims in self.of.values() if 0 in dims}
 
     def loosened(self, name: str, *, own: bool) -> Dims:
         """These dims with the range of symbol `name` to be found from the conditions in the graph, exported at the
@@ -142,8 +142,8 @@ def unshared(flat: list[Any]) -> str:
     return (
         f"the first sizes of the inputs differ ({', '.join(map(str, leading))}), so none is taken for the batch: the "
         "plan is for these sizes alone, and no pipeline cuts it into microbatches; name the batch in dynamic_shapes, "
-        "'b' for dim 0 of each input that has the samples (on the command line: let the factory give inputs of one "
-        "first size)"
+        "'b' for the dim of samples of each input that has them (on the command line: let the factory give inputs of "
+        "one first size)"
     )
 
 

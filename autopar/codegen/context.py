@@ -13,7 +13,7 @@ from autopar.codegen import sizes as size_text
 from autopar.codegen.edges import Edges, Reshard, edges, in_pair, options, out_pair
 from autopar.codegen.expressions import EXPRESSIONS, qualified, tuple_text
 from autopar.cost.comm import collective_s, steps_s
-from autopar.layout import Step, dim_of, fraction, is_shard, ways_of
+from autopar.layout import Step, dim_of, fraction, is_shard, shard, ways_of
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.op_algorithms import sites
@@ -68,9 +68,9 @@ class Context:
     @cached_property
     def batch_axes(self) -> tuple[int, ...]:
         """The axes that cut the batch of the inputs, and so divide it."""
-        inputs = [op for op in self.program.ops.values() if op.role == "input" and 0 in op.batch[0]]
-        cut = [out_pair(self.plan, (op.name, 0)).value for op in inputs]
-        return tuple(a for a in range(len(self.sizes)) if cut and all(layout[a] == "S0" for layout in cut))
+        inputs = [(op.name, op.samples) for op in self.program.ops.values() if op.samples is not None]
+        cut = [(out_pair(self.plan, (name, 0)).value, shard(samples)) for name, samples in inputs]
+        return tuple(a for a in range(len(self.sizes)) if cut and all(layout[a] == entry for layout, entry in cut))
 
     @cached_property
     def parts(self) -> int:

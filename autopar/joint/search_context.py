@@ -386,8 +386,8 @@ class SearchContext:
         if "b" not in self.hints:
             return (
                 "no size of the inputs is the batch: none is dim 0 of all of them, or the model fixes it (a note of a "
-                "plan without a pipeline says which); name it in dynamic_shapes, 'b' for dim 0 of each input that has "
-                "the samples (on the command line: let the factory give inputs of one first size)"
+                "plan without a pipeline says which); name it in dynamic_shapes, 'b' for the dim of samples of each "
+                "input that has them (on the command line: let the factory give inputs of one first size)"
             )
         if (groups := sample_groups(self.gm, self.batch)) < 2:
             return "a batch of one sample, or of one group of them, has no microbatches"

@@ -127,10 +127,10 @@ def of_parts(whole: Microbatching, program: Program, origin: Callable[[str], str
 def _check_cut(program: Program, options: Mapping[str, Option], count: int) -> None:
     """Raises PlanError where `count` does not divide the batch, or the loss is not the sum of those of microbatches."""
     for op in program.ops.values():
-        if op.role == "input" and 0 in op.batch[0] and op.call.outs[0].sizes[0] % count:
+        if op.samples is not None and (batch := op.call.outs[0].sizes[op.samples]) % count:
             raise PlanError(
-                f"input {op.name}: a batch of {op.call.outs[0].sizes[0]} does not divide into {count} microbatches; "
-                "use fewer, or another batch"
+                f"input {op.name}: a batch of {batch} does not divide into {count} microbatches; use fewer, or another "
+                "batch"
             )
         if op.role == "loss" and (made := options[op.operands[0][0]].outs[op.operands[0][1]].value) != "P":
             raise PlanError(
@@ -179,11 +179,11 @@ def _check_run(
 
 def _refusal(program: Program, op: Op, ref: Ref, made: str, wanted: str, count: int) -> str:
     """The message for an operator that reads `ref`, made as `made` over microbatches, as `wanted`."""
-    source = program.ops[ref[0]]
+    source, elsewhere = program.ops[ref[0]], ""
     if made == "P":
         what = "needs the sum over the whole batch of"
     elif is_shard(made) and not is_shard(wanted):
-        what = "needs all samples of the batch together of"
+        what, elsewhere = "needs all samples of the batch together of", _elsewhere(program)
     else:
         what = f"wants as {wanted} what microbatches have as {made}:"
     rule = (
@@ -199,4 +199,19 @@ def _refusal(program: Program, op: Op, ref: Ref, made: str, wanted: str, count: 
     return (
         f"{op.name} ({op.where}) {what} {ref[0]} ({source.where}), so {count} microbatches would not compute what the "
         f"batch computes; use one microbatch{groups}, or a model whose loss is a sum or mean over samples{rule}"
+        f"{elsewhere}"
+    )
+
+
+def _elsewhere(program: Program) -> str:
+    """What to do where dim 0 of the inputs, which was taken for the samples, is none (sequences first); empty where no
+    other dim can be."""
+    inputs = [op for op in program.ops.values() if op.samples is not None]
+    tables = [op for op in inputs if len(op.call.outs[0].shape) > 1]
+    if any(op.samples for op in inputs) or len({op.call.outs[0].sizes[1] for op in tables}) != 1:
+        return ""
+    named = {op.node.meta.get("input", op.name): {1: "b"} for op in tables}
+    return (
+        f". Dim 0 of the inputs was taken for the samples: where dim 1 has them (sequences first), name that: "
+        f"dynamic_shapes={named}"
     )

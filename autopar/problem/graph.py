@@ -101,6 +101,11 @@ class Op:
         return tuple(replace(tensor, grad=grad) for tensor, grad in zip(self.call.ins, self.first_grads, strict=True))
 
     @property
+    def samples(self) -> int | None:
+        """The dim along which an input has the samples, the first that holds the batch; None where it has none."""
+        return min(self.batch[0], default=None) if self.role == "input" else None
+
+    @property
     def free(self) -> bool:
         """Whether it computes and moves nothing: a view, or a value at rest."""
         return not (self.flops > 0 or self.bytes > 0 or self.backward_flops > 0 or self.backward_bytes > 0)

@@ -80,8 +80,8 @@ def options_of(op: Op, ways: int, sections: Sections, rules: Mapping[Any, Rule] 
         return [option for option in found if not _needs_planned_sizes(op, option)]
     if op.role == "param":
         return _parameter_options(op, ways, sections)
-    if splits_samples(op, ways):
-        return [_at_rest("", op, "R"), _at_rest("b", op, "S0")]
+    if op.samples is not None and splits_samples(op, ways):
+        return [_at_rest("", op, "R"), _at_rest("b", op, shard(op.samples))]
     if op.role == "output":
         entries = ["R", *(shard(d) for d, n in enumerate(op.call.ins[0].sizes) if n >= ways)]
         return [Option(entry, (Use(entry, "-"),), (), split=entry != "R") for entry in entries]
@@ -91,8 +91,8 @@ def options_of(op: Op, ways: int, sections: Sections, rules: Mapping[Any, Rule] 
 
 
 def splits_samples(op: Op, ways: int) -> bool:
-    """Whether an Op is an input whose samples, its first dim, can be split over `ways` ranks."""
-    return op.role == "input" and 0 in op.batch[0] and op.call.outs[0].sizes[0] % ways == 0
+    """Whether an Op is an input whose samples can be split over `ways` ranks."""
+    return op.samples is not None and op.call.outs[0].sizes[op.samples] % ways == 0
 
 
 def _needs_planned_sizes(op: Op, option: Option) -> bool:

@@ -43,6 +43,7 @@ from passes.means import means
 from passes.noises import noises
 from passes.norms import norms
 from passes.numbers import numbers
+from passes.one_column import one_column
 from passes.one_sample import one_sample
 from passes.own_dtypes import own_dtypes
 from passes.products import products
@@ -72,6 +73,7 @@ NORMALIZE: tuple[Pass, ...] = (
     drop_noops,
     own_dtypes,
     broadcasts,
+    one_column,
     masked,
     norms,
     noises,

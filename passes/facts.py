@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 
-from passes._torch import size_functions
+from passes._torch import free_unbacked_symbols, size_functions
 
 Size: TypeAlias = int | sympy.Expr
 
@@ -151,11 +151,31 @@ def example(node: fx.Node, size: int | torch.SymInt) -> int:
     known = size if isinstance(size, int) else size.node.hint
     if known is None:
         raise ValueError(
-            f"{where(node)}: the size {size} depends on what tensors hold, not on the sizes of the inputs; what a plan "
-            "costs and where it is cut must be known before anything runs: compute with a mask over all positions "
-            "instead of picking some of them"
+            f"{where(node)}: the size {size} depends on what tensors hold, not on the sizes of the inputs"
+            f"{_picked_by(node, size)}; what a plan costs and where it is cut must be known before anything runs: "
+            "compute with a mask over all positions instead of picking some of them (of an expert, `out + weight * "
+            "expert(x)` with a weight of 0 for the tokens of others)"
         )
     return int(known)
+
+
+def _picked_by(node: fx.Node, size: int | torch.SymInt) -> str:
+    """For messages: the operator in front of `node` whose result has this size first, where it is another one."""
+    symbols = free_unbacked_symbols(size)
+    for maker in node.graph.nodes:
+        if maker is node:
+            break
+        if maker.op == "call_function" and symbols & free_unbacked_symbols(_sizes(maker.meta.get("val"))):
+            name = getattr(maker.target, "__name__", str(maker.target)).partition(".")[0]
+            return f" ({name} at {where(maker)} picks by values)"
+    return ""
+
+
+def _sizes(val: object) -> list[int | torch.SymInt]:
+    """All sizes of a value, or of a tuple of them."""
+    if isinstance(val, torch.Tensor):
+        return list(val.shape)
+    return [size for each in val for size in _sizes(each)] if isinstance(val, (tuple, list)) else []
 
 
 def spans(gm: torch.nn.Module | None) -> dict[str, tuple[int, int | None, int]]:

@@ -54,7 +54,7 @@ from autopar.capture.python_random import draws, where_drawn
 from autopar.capture.shadow import WithLoss
 from autopar.capture.spans import LARGEST_TRIED_SIZE, Fixed, span, unkept
 from autopar.capture.to_graph import label
-from autopar.capture.torch_forwards import WholeLosses
+from autopar.capture.torch_forwards import KnownCombinations, WholeLosses
 from autopar.capture.value_checks import passing_guards
 from autopar.errors import CaptureError
 from passes._torch import shape_check, unasked_layouts
@@ -335,7 +335,7 @@ def _plain_outputs(model: nn.Module, left_out: dict[str, str]) -> None:
 @contextmanager
 def _modes() -> Iterator[None]:
     """A context in which functions of torch give what can be traced and split."""
-    with EqualMasks(), WholeLosses():
+    with EqualMasks(), WholeLosses(), KnownCombinations():
         yield
 
 

@@ -1,4 +1,4 @@
-"""Replacements for forwards of torch's modules that read values of tensors, and for a loss that cannot be split, by
+"""Replacements for forwards and functions of torch that read values of tensors, and for a loss that cannot be split, by
 operators with the same results. Called by shadow and export.
 
 Tracing has no values: it cannot read a counter as a number (batch norms without momentum), nor skip the clusters that
@@ -37,6 +37,27 @@ class WholeLosses(TorchFunctionMode):
         if getattr(func, "__name__", "") == "linear_cross_entropy":
             kwargs = {**kwargs, "options": None}
         return func(*args, **kwargs)
+
+
+class KnownCombinations(TorchFunctionMode):
+    """A mode in which `torch.combinations` picks elements by their positions. torch makes all tuples and selects some
+    by a mask, whose number it does not know without values; it follows from the size, which becomes a number."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") != "combinations":
+            return func(*args, **(kwargs or {}))
+        return _combined(func, *args, **(kwargs or {}))
+
+
+def _combined(func: Any, input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    """`torch.combinations` of a vector: its rows by the positions of their elements, in its order."""
+    if input.dim() != 1 or r < 1:
+        return func(input, r, with_replacement)
+    pick = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = list(pick(range(int(input.shape[0])), r))
+    return input[torch.tensor(places, dtype=torch.int64, device=input.device).reshape(-1, r)]
 
 
 def _never(module: nn.Module) -> bool:

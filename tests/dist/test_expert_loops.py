@@ -71,6 +71,7 @@ CASES = [
     ("counted", "gated", (2, 2), "searched"),
     ("hit", "plain", (2,), "zero3"),
     ("any_", "dropping", (2,), "tp"),
+    ("one_column", "plain", (2,), "ep"),
 ]
 
 
@@ -116,3 +117,21 @@ def test_pieces_equal_one_device(case: str, sizes: tuple[int, ...], how: str) ->
 def test_stages_equal_one_device(loop: str, expert: str) -> None:
     who = subject(loop, expert)
     compared(who, by_stages(who, (2,), "zero3", 2, 2, "1f1b"))
+
+
+class OneLayer(Blocks):
+    """Experts of a single layer, which are computed on all rows."""
+
+    def __init__(self) -> None:
+        super().__init__("one_column", "plain")
+        for layer in self.layers:
+            layer.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in layer.experts)
+
+
+@pytest.mark.parametrize("how", ["zero3", "tp", "1f1b"])
+def test_experts_of_one_layer_equal_one_device(how: str) -> None:
+    torch.manual_seed(0)
+    model = OneLayer()
+    captured = capture(model, (torch.randn(4, 6, HIDDEN),))
+    who = Subject(f"one layer {how}", "train", captured, model.state_dict())
+    compared(who, by_stages(who, (2,), "zero3", 2, 2, "1f1b") if how == "1f1b" else planned(who, (2,), how))

@@ -90,6 +90,15 @@ def switch(hidden: Tensor, gates: Tensor, chosen: Tensor, experts: nn.ModuleList
     return out
 
 
+def one_column(hidden: Tensor, gates: Tensor, chosen: Tensor, experts: nn.ModuleList) -> Tensor:
+    """Places of a vector as they come, a matrix of one column."""
+    out, first, best = torch.zeros_like(hidden), gates[:, 0], chosen[:, 0]
+    for number, expert in enumerate(experts):
+        token = (best == number).nonzero()
+        out[token] += first[token].unsqueeze(-1) * expert(hidden[token])
+    return out
+
+
 def masked(hidden: Tensor, gates: Tensor, chosen: Tensor, experts: nn.ModuleList) -> Tensor:
     """Masks of tokens as indices, and the sum of their gates."""
     out = torch.zeros_like(hidden)
@@ -131,7 +140,7 @@ def best(hidden: Tensor, gates: Tensor, chosen: Tensor, experts: nn.ModuleList) 
 
 LOOPS: dict[str, Callable[[Tensor, Tensor, Tensor, nn.ModuleList], Tensor]] = {
     loop.__name__: loop
-    for loop in (mixtral, litgpt, mistral, nonzero, columns, switch, masked, columns_of_all, by_rank, best)
+    for loop in (mixtral, litgpt, mistral, nonzero, columns, switch, one_column, masked, columns_of_all, by_rank, best)
 }
 
 

@@ -286,6 +286,11 @@ def test_what_is_no_layer_is_refused_with_the_line():
         capture(Scored(Normed), (torch.randn(4, 6, HIDDEN),))
 
 
+def test_a_refused_loop_names_the_line_that_picks():
+    with pytest.raises(CaptureError, match=r"\(where at .*loops\.py:\d+\) picks by values\).*weight \* expert\(x\)"):
+        capture(Scored(lambda: nn.Linear(HIDDEN, HIDDEN)), (torch.randn(4, 6, HIDDEN),))
+
+
 class Scored(Looped):
     """With a loss."""
 

@@ -40,6 +40,8 @@ def best(context: SearchContext, **about: Any) -> Plan:
     first = begun[0]
     if competes and context.on_devices is None and not request.cluster.parts:  # where something is proven of pipelines
         first.quick_s = context.quick_s or BackgroundProof(context).quick_s
+    if competes and request.cluster.parts:  # in lockstep all ranks are as slow as the slowest
+        first.begin()
     elsewhere = (
         bestfirst.Elsewhere(lambda known_s: NEARER * _probed(begun, known_s), first.searched, context.answered)
         if competes

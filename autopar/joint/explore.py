@@ -30,10 +30,10 @@ from autopar.errors import InfeasibleError
 from autopar.joint import inside
 from autopar.joint.pipeline_honing import honed
 from autopar.joint.pricing import Pricing
-from autopar.joint.prove import families
+from autopar.joint.prove import families, must_rerun
 from autopar.joint.scattering import scattered
 from autopar.joint.search_context import SearchContext
-from autopar.joint.shapes import QuickLook, Shape, filled, neighbours, starts
+from autopar.joint.shapes import QuickLook, Shape, filled, like_parts, neighbours, starts
 from autopar.joint.spaces import Space
 from autopar.joint.stage_counts import with_other_stages
 from autopar.joint.staging import Found
@@ -129,6 +129,11 @@ class Explorer:
     def least_s(self) -> float:
         """The fastest known step, of this walk or elsewhere."""
         return min(self.known_s, self._fastest_s)
+
+    def begin(self) -> None:
+        """Visit the shape that is like a part of the cluster alone, before all else."""
+        for shape in like_parts(self._shapes(), self.context.batch):
+            self.visit(shape, NEARER)
 
     def probe(self, known_s: float) -> float:
         """Visit only the starts, in half of the time that is left; not those behind several that are far from the
@@ -329,25 +334,16 @@ class Explorer:
         return self.floors[shape] > self.least_s * (1 - PRICE_TOLERANCE)
 
     def _raise_floor(self, shape: Shape) -> None:
-        """Raise the floors of a shape, and of all that are bounded together with it, to what a quick look proves. It
-        ignores memory, so that it proves little where blocks must run again."""
-        if self.quick_s is None or shape in self.raised or math.isinf(self.least_s) or self._must_rerun(shape):
+        """Raise the floors of a shape, and of all that are bounded together with it, to what a quick look proves."""
+        if self.quick_s is None or shape in self.raised or math.isinf(self.least_s):
             return
-        family = next(each for each in self._families if shape in each)
+        if must_rerun(self.context, shape, self.pricing.levels[0]):
+            return
+        family = next(each for each in families(self.context, self.floors) if shape in each)
         bound_s = self.quick_s(family, self.least_s)
         self.raised.update(family)
         for each in family:
             self.floors[each] = max(self.floors[each], bound_s)
-
-    @cached_property
-    def _families(self) -> list[tuple[Shape, ...]]:
-        """The shapes of the space that are bounded together."""
-        return families(self.context, self.floors)
-
-    def _must_rerun(self, shape: Shape) -> bool:
-        """Whether blocks must run again to fit, even if all that is held were cut evenly."""
-        held_bytes = self.context.held_bytes(shape, self.pricing.levels[0])
-        return held_bytes > self.context.mean_bytes(shape.places)
 
     def _late(self, spare_s: float = 0.0) -> bool:
         """Whether the deadline has passed, or is only `spare_s` away."""

@@ -133,6 +133,12 @@ def families(context: SearchContext, shapes: Iterable[Shape]) -> list[tuple[Shap
     return [tuple(each) for each in kin.values()]
 
 
+def must_rerun(context: SearchContext, shape: Shape, level: str) -> bool:
+    """Whether more blocks must run again than at `level` to fit, even if all that is held were cut evenly. Bounds ignore
+    memory, so that a quick look proves little of such a shape."""
+    return context.held_bytes(shape, level) > context.mean_bytes(shape.places)
+
+
 def _spills(cluster: Cluster) -> bool:
     """Whether small data may be cheaper per byte, by what was measured of caches."""
     return cluster.device.cache_bytes > 0 or any(

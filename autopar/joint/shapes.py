@@ -49,6 +49,9 @@ class Shape:
         return (self.places, *(1,) * (3 - len(self.mesh)), *self.mesh)
 
 
+FILLING = 4
+"""Microbatches for each place of a pipeline with which its places wait little."""
+
 QuickLook = Callable[[tuple[Shape, ...], float], float]
 """(shapes that are bounded together, a cutoff in seconds) -> a lower bound in seconds of all plans on them, which need
 not be exact above the cutoff."""
@@ -94,6 +97,20 @@ def filled(shapes: Sequence[Shape]) -> list[Shape]:
     """`shapes` without those whose pipelines are not filled, unless there are no others: these are one move down from
     others of the same places and mesh."""
     return [shape for shape in shapes if not shape.unfilled] or [*shapes]
+
+
+def like_parts(shapes: Sequence[Shape], batch: int) -> list[Shape]:
+    """Where the walk on a cluster of several parts begins: as few places as there may be of several, so that each is as
+    large as can be within a part, with the mesh of one axis that a part alone most often has, and about FILLING
+    microbatches for each place, or as many as leave each rank one sample. A slower part has less of the model then, and
+    what another one alone can do is hardly missed."""
+    several = [shape for shape in filled(shapes) if shape.places > 1 and len(shape.mesh) == 1]
+    few = [shape for shape in several if shape.places == min(other.places for other in several)]
+
+    def off(shape: Shape) -> float:
+        return abs(math.log(shape.microbatches / min(FILLING * shape.places, batch / shape.mesh[0])))
+
+    return sorted(few, key=lambda shape: (off(shape), shape.microbatches))[:1]
 
 
 def _ways(shape: Shape) -> int:

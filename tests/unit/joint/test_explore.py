@@ -12,7 +12,7 @@ import pytest
 
 from autopar.joint import explore, inside
 from autopar.joint.explore import Explorer
-from autopar.joint.shapes import Shape
+from autopar.joint.shapes import Shape, like_parts
 from autopar.joint.spaces import SEARCH
 from tests.helpers.walks import result
 
@@ -108,3 +108,15 @@ def test_a_late_result_is_not_honed(deadline: float, honed: float, monkeypatch: 
     walk.polished[shape] = None
     made = walk._honed(result(shape, 3.0))
     assert made is not None and made.step_s == honed and walk.hurried == (deadline < 0)
+
+
+def test_a_cluster_of_parts_begins_where_places_are_as_large_as_can_be() -> None:
+    """With the mesh of one axis and a sample for each rank, as a part alone has it."""
+    shapes = [
+        Shape(places, mesh, microbatches)
+        for places, mesh in ((1, (16,)), (2, (8,)), (2, (2, 4)), (4, (4,)))
+        for microbatches in (1, 2, 4, 8, 16)
+    ]
+    assert like_parts(shapes, 64) == [Shape(2, (8,), 8)]
+    assert like_parts(shapes, 16) == [Shape(2, (8,), 2)] and like_parts(shapes, 1024) == [Shape(2, (8,), 8)]
+    assert like_parts([Shape(1, (16,), 1)], 64) == []

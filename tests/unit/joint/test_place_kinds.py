@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -200,3 +201,23 @@ def test_a_part_that_is_in_the_way_is_named(
         assert alone[0].step_s == pytest.approx(
             _planned(Cluster.parse(part), None).predicted.step_s, rel=PRICE_TOLERANCE
         )
+
+
+def test_it_begins_with_what_is_like_a_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In lockstep the faster part is as slow as the other one, and looking at that takes most of a short limit."""
+    events, visit, one_stage = list[object](), Explorer.visit, onestage.plan_with
+
+    def visited(walk: Explorer, shape: Shape, near: float) -> None:
+        visit(walk, shape, near)
+        events.append((shape, walk.found.get(shape)))
+
+    def at_once(*given: Any, **named: Any) -> Plan:
+        events.append("one stage")
+        return one_stage(*given, **named)
+
+    monkeypatch.setattr(Explorer, "visit", visited)
+    monkeypatch.setattr(onestage, "plan_with", at_once)
+    _planned(two_kinds("cpu:1x2", 4.0), None)
+    (shape, found), then, *_ = events  # type: ignore[misc]
+    alone = _planned(Cluster.parse("cpu:1x2"), None)
+    assert (shape.places, shape.mesh, then) == (2, (2,), "one stage") and found.step_s < 1.5 * alone.predicted.step_s

@@ -140,8 +140,11 @@ def test_places_hold_as_much_and_take_as_long_once_per_step_at_least(name: str, 
     base = pricing.price(shape, here.tables, "none", exact=False).chosen
     for choice in solutions(models.micro.problem, count=2):
         took = costs(program, models.micro, models.once, choice, models.forward, apart=shape.places > 1)
-        once_s = here.mean(hosted=False).sums(choice).own_s * shape.places
-        assert once_s <= sum(each.once_s for each in took) * (1 + 1e-6)
+        example = here._example(choice, hosted=False)
+        assert 0.0 < example.once_s <= sum(each.once_s for each in took) * (1 + 1e-6)
+        if shape.places > 1:  # where sums of gradients run beside other work
+            summed_s = sum(each.summed_s for each in took)
+            assert example.sums_s <= summed_s * (1 + 1e-6) and (example.sums_s > 0.0) == (summed_s > 0.0)
         for table, level in itertools.product(here.tables, ("none", "full")):
             again = level != "none"
             chosen = replace(base, solution=replace(base.solution, choice=choice), level=level, all_again=again)

@@ -34,9 +34,11 @@ def test_what_does_not_fit_is_sharded() -> None:
     large = {name: w for name, w in made.weights.items() if len(w.shape) == 2}
     assert all(w.layout.startswith("S") for w in large.values()), str(made)
     gathered = [name for name, w in large.items() if w.uses in (("gathered",), ("once",))]
-    # all of the block: ZeRO-1 saves ZeRO-3's second gather, but no more than two buckets of a block hide
-    assert len(gathered) >= 7, str(made)
-    assert made.step_ms <= made.recipes_ms["zero3"] < made.recipes_ms["zero1"] < made.recipes_ms["tp_sp"], str(made)
+    assert len(gathered) >= 7, str(made)  # all of the block
+    # both begin a block ahead and hide: ZeRO-3's second gather only slows down what it runs beside
+    recipes = made.recipes_ms
+    assert made.step_ms <= recipes["zero1"] < recipes["zero3"] < 1.02 * recipes["zero1"], str(made)
+    assert recipes["zero3"] < recipes["tp_sp"], str(made)
 
 
 @pytest.mark.slow

@@ -143,17 +143,17 @@ def _searched(context: SearchContext, walk: Explorer, known_s: float) -> Found |
 
 
 def _refined(context: SearchContext, found: Found | None, others: Iterable[Found], known_s: float) -> Found | None:
-    """`found`, or the same with different layouts for each place, or one of it and the pipeline among `others` that
-    would be fastest with even places with stages that end inside of blocks, where that is faster. It is only tried
+    """`found`, or the same with different layouts for each place, or one of it and the other pipeline among `others`
+    that would be fastest with even places with stages that end inside of blocks, where that is faster. It is only tried
     where the result may be faster than `known_s`."""
     if found is None or context.request.recipe is not None or context.timer.skips():
         return found
     ways = [found]
     if found.step_s < known_s * _own_layouts_factor(context):
         ways += [each_apart(context, found), cut_inside(context, found)]
-    pipelines = [other for other in others if other.table.stages > 1]
-    other = min(pipelines, key=_even_s, default=found)
-    if other is not found and _even_s(other) < min(known_s, *(way.step_s for way in ways)):
+    pipelines = [other for other in others if other.table.stages > 1 and other is not found]
+    other = min(pipelines, key=_even_s, default=None)
+    if other is not None and _even_s(other) < min(known_s, *(way.step_s for way in ways)):
         ways.append(cut_inside(context, other))
     return min(ways, key=lambda made: made.step_s)
 

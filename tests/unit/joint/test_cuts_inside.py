@@ -58,6 +58,15 @@ def test_what_the_search_finds_is_cut_inside_of_blocks(mixed):
     assert made is not None and halves(made.plan) and made.step_s < between.step_s
 
 
+def test_another_pipeline_is_cut_inside_of_blocks_where_the_result_gains_nothing_by_that(monkeypatch):
+    """Though the result would also be the fastest with even places: of its stages one may be a large operator outside
+    of blocks, which cannot be cut."""
+    between, cut = found(2, "interleaved_1f1b")
+    best = replace(between, step_s=0.999 * between.step_s)
+    monkeypatch.setattr(choice, "cut_inside", lambda _, each: cut if each is between else each)
+    assert choice._refined(context(2), best, [best, between], math.inf) is cut
+
+
 def test_a_pipeline_of_few_blocks_becomes_the_answer_by_that():
     """Four blocks on three places: with whole blocks one place is faster. Bounds of shapes count on these, so that what
     is claimed of the answer is the least work."""

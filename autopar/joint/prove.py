@@ -134,8 +134,8 @@ def families(context: SearchContext, shapes: Iterable[Shape]) -> list[tuple[Shap
 
 
 def must_rerun(context: SearchContext, shape: Shape, level: str) -> bool:
-    """Whether more blocks must run again than at `level` to fit, even if all that is held were cut evenly. Bounds ignore
-    memory, so that a quick look proves little of such a shape."""
+    """Whether more blocks must run again than at `level` to fit, even if all that is held were cut evenly. Bounds
+    ignore memory, so that a quick look proves little of such a shape."""
     return context.held_bytes(shape, level) > context.mean_bytes(shape.places)
 
 

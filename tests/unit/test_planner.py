@@ -227,8 +227,8 @@ def test_what_no_room_makes_faster_is_not_looked_for_again(monkeypatch: pytest.M
 
 def test_what_does_not_fit_as_it_runs_is_short_of_memory_though_its_problem_has_room() -> None:
     """On four ranks the fastest answer of two blocks is 58 MiB for its Problem and 71 as it runs, of which there are
-    70: it is fastest to run one of them again."""
-    request = Request(Cluster.parse("l4:2x2"), mesh=(4,), memory_bytes=70 * 2**20)
+    70: it is fastest to run one of them again. With all the time, so that a busy machine finds it too."""
+    request = Request(Cluster.parse("l4:2x2"), mesh=(4,), memory_bytes=70 * 2**20, time_limit_s=math.inf)
     planner = Planner.of(graph(2), {"b": 4096}, request)
     made, again = (
         plan_with(planner.anew(replace(request, remat=remat)), model="stack", graph_hash="0" * 64)

@@ -11,6 +11,8 @@ allow. Called by joint.choice.
                    shape becomes the best, walk on from that
     hone           try other numbers of stages for the result, and improve it by descent on the price of the whole step
                    (joint.stage_counts, joint.pipeline_honing)
+    far            a second walk, once the result is refined (joint.choice): to neighbours further from the best, and
+                   with gradients scattered after every microbatch
 
 A shape is not visited if its floor is above the fastest known step: first the least work, with no waiting but what
 every timetable has; before a visit what a quick look proves of all shapes that differ from it only in microbatches

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autopar.joint import explore, inside
+from autopar.joint import choice, explore, inside
 from autopar.joint.explore import Explorer
 from autopar.joint.shapes import Shape, like_parts
 from autopar.joint.spaces import SEARCH
@@ -120,3 +120,43 @@ def test_a_cluster_of_parts_begins_where_places_are_as_large_as_can_be() -> None
     assert like_parts(shapes, 64) == [Shape(2, (8,), 8)]
     assert like_parts(shapes, 16) == [Shape(2, (8,), 2)] and like_parts(shapes, 1024) == [Shape(2, (8,), 8)]
     assert like_parts([Shape(1, (16,), 1)], 64) == []
+
+
+@pytest.mark.parametrize(("far", "next_to"), [(False, [9.0, 9.4]), (True, [9.0, 9.4, 10.5])])
+def test_neighbours_of_what_is_far_are_for_the_end(far: bool, next_to: Sequence[float]) -> None:
+    """10.5 is 17 % behind the best."""
+    walk = Starts([9.0, 9.4, 10.5, 11.0])
+    walk.far = far
+    for shape in walk._shapes():
+        walk.found[shape] = result(shape, walk.steps_s[shape])
+        walk.polished[shape] = None
+    found = []
+    while (shape := walk._promising()) is not None:
+        found.append(walk.steps_s[shape])
+        walk.expanded.add(shape)
+    assert found == next_to
+
+
+def test_a_result_is_refined_before_the_walk_goes_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes of that is refined as well, and known from then on; the same result is not refined again."""
+    done: list[str] = []
+    shape, other = Shape(2, (1,), 2), Shape(4, (1,), 4)
+    ends = {"near": result(shape, 3.0), "far": result(other, 2.5)}
+
+    def run(walk: Any) -> Any:
+        done.append(f"{'far' if walk.far else 'near'} {walk.known_s:g}")
+        return ends["far" if walk.far else "near"]
+
+    def refined(context: Any, found: Any, others: Any, known_s: float) -> Any:
+        done.append(f"refined {found.step_s:g}")
+        return SimpleNamespace(step_s=found.step_s - 0.1)
+
+    monkeypatch.setattr(choice, "_refined", refined)
+    context: Any = SimpleNamespace(timer=SimpleNamespace(late=False))
+    walk = SimpleNamespace(far=False, known_s=4.0, fit={})
+    walk.run = lambda: run(walk)
+    made = choice._searched(context, walk, 4.0)  # type: ignore[arg-type]  # a stub
+    assert made is not None and made.step_s == 2.4
+    assert done == ["near 4", "refined 3", "far 2.9", "refined 2.5"]
+    walk.far, ends["far"] = False, ends["near"]
+    assert choice._searched(context, walk, 4.0) is not None and done[-1].startswith("far")  # type: ignore[arg-type]  # a stub

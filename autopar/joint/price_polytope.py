@@ -22,6 +22,9 @@ subject to
                                                      if W <= u C and t C <= F_l; F_l is the part of W, K_a that of Q_a,
                                                      which takes the links of level l (LINKS), and n axes do
 
+Rows 4 and 5 are of a step of one stage and one microbatch, which is not priced below even spreading (work.least_s).
+Others are priced in program order only, in which all of the background may run under compute.
+
 By duality that minimum is at least
 
     S + sum over a of  p_a Q_a - e_a C - w_a W + k_a (t (1 - c axes) Q_a - u n (1 - c) (Q_a - K_a))
@@ -100,7 +103,7 @@ class Polytope:
         before the scope."""
         axes, contention = self.axes, self.passing.model.prices.contention
         most = relaxed.spans.get((key, ""), ALL)[1]
-        even = math.isfinite(most)
+        even = math.isfinite(most) and not self.passing.sums_at_end  # stages are priced in program order
         e = [self._column({COMPUTE: -1.0}) for _ in axes]
         w = [self._column({WAITED: -1.0}) for _ in axes]
         r = [self._column({}) for _ in axes if even]

@@ -4,6 +4,8 @@ to take longer than it does."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from autopar.joint.relaxed_steps import alone
 from autopar.joint.shape_bounds import Alone
 from autopar.problem.hiding import Load, together_s
 from autopar.problem.pass_quantities import COMPUTE, SHOWN, WAITED
-from autopar.problem.pass_tables import BACKWARD
+from autopar.problem.pass_tables import BACKWARD, PassTables
 from tests.unit.joint.test_relaxed import alone_on
 from tests.unit.joint.test_wait_cases import own_spans
 
@@ -79,3 +81,13 @@ def test_waits_are_slowed_by_what_is_behind_them_on_their_link() -> None:
     hidden = took_s - 12.0
     assert hidden > 1.0
     assert plain_s - 12.0 < 0.85 * hidden < 0.9 * hidden < case_s - 12.0
+
+
+def test_nothing_need_run_under_the_waits_of_a_stage() -> None:
+    """The same of a stage of a pipeline, which is priced in program order: all gathers may run under its compute."""
+    here = alone_on("hf-llama", "h100:2x4", (2, 4))[0]
+    tables = PassTables(here.plain, here.forward, sums_at_end=True, linked=True)
+    stage: Any = SimpleNamespace(passing=tables, plain=here.plain)
+    relaxed, sums, _ = pass_of(stage, 10.0, [(0.0, 1.0, 0.0, 1.0), (2.0, 1.0, 6.0, 1.0)])
+    case_s = least_s(replace(relaxed, spans=own_spans(relaxed, sums, 1.001)), sums)
+    assert case_s <= 12.0 + 6.0 * here.plain.prices.contention + 1e-6

@@ -65,11 +65,11 @@ def _rows(value: Any, index: fx.Node, node: fx.Node, made: dict[Any, Any]) -> An
 
 def _anew(value: fx.Node, index: fx.Node, node: fx.Node, made: dict[Any, Any]) -> fx.Node:
     picked = edit.call_of(value, aten.index.Tensor)
-    if picked is not None and [*picked.args[1]] == [index]:  # type: ignore[misc]
-        return edit.call(value, aten.index.Tensor, picked.args[0], [_column(index, node, made)])
+    if picked is not None and [*(given := edit.args_of(picked))["indices"]] == [index]:
+        return edit.call(value, aten.index.Tensor, given["self"], [_column(index, node, made)])
     widened = edit.call_of(value, aten.unsqueeze.default)
-    if widened is not None and (dim := int(widened.args[1]) % facts.rank(value)) > 1:  # type: ignore[arg-type]
-        return edit.call(value, aten.unsqueeze.default, _rows(widened.args[0], index, node, made), dim - 1)
+    if widened is not None and (dim := (given := edit.args_of(widened))["dim"] % facts.rank(value)) > 1:
+        return edit.call(value, aten.unsqueeze.default, _rows(given["self"], index, node, made), dim - 1)
     if value.op != "call_function" or value.target not in BY_ROW or not _by_row(value):
         return edit.call(node, aten.squeeze.dim, value, 1)
     rank = facts.rank(value)

@@ -101,7 +101,7 @@ class Tally:
                 yield Moved(reshard, 1, 0)
             for view in self.stages:
                 runs = self._in_stage(view, reshard)
-                if runs and reshard.role == "sync" and not self._sums(view, reshard):
+                if runs and reshard.role == "sync" and not view.grades(self.program.ops[reshard.ref[0]]):
                     yield Moved(reshard.onward, runs, 0)
                 elif runs and reshard.each:
                     yield Moved(reshard.onward, runs, 0)
@@ -230,10 +230,6 @@ class Tally:
             (name in view.ops and name not in given) or (ops[name].role in RESULTS and name in results)
             for name in reshard.readers
         )
-
-    def _sums(self, view: View, reshard: Reshard) -> bool:
-        """Whether a stage sends gradients into a parameter: else its leaf is gathered there, and nothing comes back."""
-        return bool(reshard.scope) or reshard.ref[0] in view.reached
 
     def _fed(self, port: str) -> Run:
         """The run of blocks that a placeholder belongs to."""

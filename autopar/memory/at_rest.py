@@ -37,7 +37,7 @@ def instances(shares: Shares, views: Sequence[View]) -> dict[str, int]:
 def sends_gradient(op: Op, views: Sequence[View]) -> bool:
     """Whether any of the stages of a place that hold a parameter sends a gradient into it. Of those that only read it
     for a value without one, the gradient is nothing but what other places send."""
-    return bool(op.scope) or any(op.name in view.reached for view in views)
+    return any(view.grades(op) for view in views)
 
 
 def resting(shares: Shares, views: Sequence[View]) -> Iterator[Entry]:

@@ -53,6 +53,10 @@ class View:
         """Whether the top-level operator `name` runs here."""
         return name in self.ops
 
+    def grades(self, param: Op) -> bool:
+        """Whether it sends a gradient into a parameter that it holds: else it reads that, and nothing comes back."""
+        return bool(param.scope) or param.name in self.reached
+
 
 def views(program: Program, plan: Plan) -> tuple[View, ...]:
     """The views of all stages of `plan`, first to last."""

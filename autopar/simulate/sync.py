@@ -88,7 +88,7 @@ class Sync:
             [
                 _Entry(member, self._several(way.backward(self.mesh.sizes)), way.each)
                 for member in reversed(self.members(view, turns))
-                if (way := ways.get((member[0], 0))) is not None and (member[1] >= 0 or member[0] in view.reached)
+                if (way := ways.get((member[0], 0))) is not None and view.grades(self.program.ops[member[0]])
             ],
             alike=lambda entry: (
                 tuple((step.kind, step.axis) for step in entry.sums),

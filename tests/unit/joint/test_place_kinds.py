@@ -205,7 +205,7 @@ def test_a_part_that_is_in_the_way_is_named(
 
 def test_it_begins_with_what_is_like_a_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """In lockstep the faster part is as slow as the other one, and looking at that takes most of a short limit."""
-    events, visit, one_stage = list[object](), Explorer.visit, onestage.plan_with
+    events, visit, one_stage = list[Any](), Explorer.visit, onestage.plan_with
 
     def visited(walk: Explorer, shape: Shape, near: float) -> None:
         visit(walk, shape, near)
@@ -218,6 +218,6 @@ def test_it_begins_with_what_is_like_a_part_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Explorer, "visit", visited)
     monkeypatch.setattr(onestage, "plan_with", at_once)
     _planned(two_kinds("cpu:1x2", 4.0), None)
-    (shape, found), then, *_ = events  # type: ignore[misc]
+    (shape, found), then, *_ = events
     alone = _planned(Cluster.parse("cpu:1x2"), None)
     assert (shape.places, shape.mesh, then) == (2, (2,), "one stage") and found.step_s < 1.5 * alone.predicted.step_s

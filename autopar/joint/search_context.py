@@ -272,11 +272,12 @@ class SearchContext:
         once = models.once if beside else replace(models.once, problem=models.once.problem.shown())
         model = combined(models.at(level), once, share, limit_bytes)
         model = model if each else model.without(models.scattering_each)
+        problem = model.problem
         solution = (
-            ilp.search(model.problem, time_limit_s=SHAPE_SOLVE_S, seed=self.request.seed, gap=SOLVED)
+            ilp.search(problem, time_limit_s=SHAPE_SOLVE_S, seed=self.request.seed, gap=SOLVED)
             if exact
             else ilp.glance(
-                model.problem, time_limit_s=SHAPE_SOLVE_S, cutoff_s=cutoff_s / trust, twice=True, start=start
+                problem, time_limit_s=SHAPE_SOLVE_S, cutoff_s=cutoff_s / trust, twice=True, start=start, sized=False
             )
         )
         bound_s, asked = trust * solution.bound_s, self.request.remat != "auto"

@@ -19,30 +19,37 @@ from autopar.search.solver import HIGHS, read_choice, solve
 _GIB = 2**30  # bytes
 
 
-def feasible(problem: Problem, *, time_limit_s: float) -> tuple[int, ...]:
+def feasible(problem: Problem, *, time_limit_s: float, sized: bool = True) -> tuple[int, ...]:
     """A solution within the memory limit: by descent on bytes, or where that does not fit by `least_memory`, whose
-    errors it raises."""
+    errors it raises; `sized` as there."""
     deadline = time.perf_counter() + time_limit_s
     found = descend(in_bytes(problem), None, deadline)
     return (
         found
         if found is not None and fits(problem, found)
-        else least_memory(problem, time_limit_s=deadline - time.perf_counter())
+        else least_memory(problem, time_limit_s=deadline - time.perf_counter(), sized=sized)
     )
 
 
-def least_memory(problem: Problem, *, time_limit_s: float) -> tuple[int, ...]:
+def least_memory(problem: Problem, *, time_limit_s: float, sized: bool = True) -> tuple[int, ...]:
     """A feasible solution, of least memory among all (or the first one met that fits, when time is short).
 
-    Raises InfeasibleError with the shortfall (least bytes reachable against the limit, or when time is short what is
-    proven of them), or saying that every solution uses a forbidden pair, or that time was up before anything was known.
+    Raises InfeasibleError with the shortfall (least bytes reachable against the limit; when time is short, or if it
+    need not be `sized`, what is proven of them), or saying that every solution uses a forbidden pair, or that time was
+    up before anything was known.
     """
     deadline = time.perf_counter() + time_limit_s
     bytes_problem = in_bytes(problem)
     first = descend(bytes_problem, None, deadline)
     if first is None:
         first = _allowed(bytes_problem, deadline)
-    least = minimise(bytes_problem, first, time_limit_s=deadline - time.perf_counter())
+    over_bytes = problem.memory_limit_bytes * (1 + 2 * GAP)
+    least = minimise(
+        bytes_problem,
+        first,
+        time_limit_s=deadline - time.perf_counter(),
+        cutoff_s=math.inf if sized else over_bytes,
+    )
     if fits(problem, least.choice):
         return least.choice
     needed = problem.price(least.choice).memory_bytes

@@ -22,9 +22,10 @@ def search(
     seed: int = 0,
     start: tuple[int, ...] | None = None,
     state: State | None = None,
+    sized: bool = True,
 ) -> Solution:
     """A locally optimal solution, not worse than `start`; deterministic, `seed` changes nothing. `state` as `descend`
-    has it.
+    has it, `sized` as `least_memory`.
 
     Raises InfeasibleError with the shortfall when nothing fits.
     """
@@ -35,7 +36,7 @@ def search(
         found = better(problem, better(problem, start, descend(problem, start, deadline)), found)
     note = "coordinate descent"
     if found is None:
-        little = feasible(problem, time_limit_s=max(1.0, deadline - time.perf_counter()))
+        little = feasible(problem, time_limit_s=max(1.0, deadline - time.perf_counter()), sized=sized)
         found = better(problem, little, descend(problem, little, deadline))
         assert found is not None, "feasible gives a solution that fits"
         note = "coordinate descent from a solution of little memory"

@@ -61,18 +61,19 @@ def glance(
     cutoff_s: float = math.inf,
     twice: bool = False,
     start: tuple[int, ...] | None = None,
+    sized: bool = True,
 ) -> Solution:
     """A first solution and bound by message passing alone, in a fraction of the time of `search`: enough to see which
     of several problems are worth solving. Dominated choices are not looked for, since there are few.
 
     Ends early once it is proven that nothing is faster than `cutoff_s`. With `twice`, a solution far from its bound
     gets a second start (`_with_fewer_reshards`). Descent also begins at `start`, which may do what is forbidden here.
-    Raises InfeasibleError as `search` does.
+    Raises InfeasibleError as `search` does; if the shortfall need not be `sized`, as soon as there is one.
     """
     deadline = time.perf_counter() + time_limit_s
     check_room(problem)
     small, restore = allowed(problem)
-    found, seen = _by_messages(small, time_limit_s, cutoff_s)
+    found, seen = _by_messages(small, time_limit_s, cutoff_s, sized=sized)
     if twice and seen.bound_s < min(cutoff_s, small.price(found).time_s * (1 - FAR)):
         found = better(small, found, _with_fewer_reshards(small, time_limit_s)) or found
     best = restore(found)
@@ -89,12 +90,12 @@ DEARER = 2.0
 
 
 def _by_messages(
-    problem: Problem, time_limit_s: float, cutoff_s: float = math.inf
+    problem: Problem, time_limit_s: float, cutoff_s: float = math.inf, *, sized: bool = True
 ) -> tuple[tuple[int, ...], dual.Bound]:
     """A solution by descent and GLANCE_ROUNDS of message passing, and the bound that these prove. Raises
-    InfeasibleError where nothing fits."""
+    InfeasibleError where nothing fits (`sized` as in `glance`)."""
     state = State(problem, [-1] * len(problem.nodes))
-    first = greedy.search(problem, time_limit_s=time_limit_s, state=state).choice
+    first = greedy.search(problem, time_limit_s=time_limit_s, state=state, sized=sized).choice
     seen = dual.bound(
         problem,
         first,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -98,6 +100,22 @@ def test_what_needs_little_memory_fits_and_nothing_needs_less_than_the_least(see
             assert fits(problem, solve(problem, time_limit_s=5))
     if oracle(seed) is not None:
         assert problem.price(least_memory(problem, time_limit_s=5)).memory_bytes == pytest.approx(least_bytes)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_that_nothing_fits_is_proven_sooner_than_how_much_is_missing(seed: int) -> None:
+    """With less room than the least, and with just as much."""
+    whole = replace(random_problem(seed), memory_limit_bytes=math.inf)
+    try:
+        least_bytes = whole.price(least_memory(whole, time_limit_s=5)).memory_bytes
+    except InfeasibleError:
+        return  # whatever the memory
+    assert fits(whole, least_memory(replace(whole, memory_limit_bytes=least_bytes), time_limit_s=5, sized=False))
+    short = replace(whole, memory_limit_bytes=0.9 * least_bytes)
+    with pytest.raises(InfeasibleError) as failed:
+        least_memory(short, time_limit_s=5, sized=False)
+    assert failed.value.missing_bytes is not None
+    assert 0.0 < failed.value.missing_bytes <= 0.1 * least_bytes * (1 + 1e-6)
 
 
 @pytest.mark.parametrize(("proven_bytes", "why"), [(11.0, "the limit is 10 bytes: 1 bytes are missing"), (9.0, "time")])

@@ -20,7 +20,7 @@ import numpy as np
 from autopar.pipeline import shared_cores
 from autopar.pipeline.in_flight import InFlight
 from autopar.pipeline.makespan import Flow
-from autopar.pipeline.orders import Action, Flying, StageTime, in_flight, orders
+from autopar.pipeline.orders import Action, Flying, StageTime, in_flight, orders, short
 from autopar.pipeline.schedules import SCHEDULES, Schedule
 
 T = TypeVar("T")
@@ -77,7 +77,6 @@ SEARCHED = (
 
 WORTH_GAIN = 0.02  # relative: more stages per place are tried where the step is shorter by so much
 FINER = 1.25  # factor from each number of stages per place to the next, of those that the fastest result is tried with
-FILLING_ROUNDS = 4  # rounds, of one microbatch per place, after which every pipeline is full
 
 
 @dataclass(frozen=True)
@@ -113,15 +112,8 @@ class Timetable:
     @cached_property
     def short(self) -> tuple[int, ...]:
         """The numbers of microbatches that are simulated: its own, or two smaller ones from which the step is
-        extrapolated.
-
-        Once a pipeline is full, every further round of `places` microbatches takes as long as the one before: exact for
-        even stages, within half a percent for uneven ones (tests/unit/joint/test_timetables.py, all schedules).
-        """
-        if self.microbatches <= (FILLING_ROUNDS + 2) * self.places:
-            return (self.microbatches,)
-        first = FILLING_ROUNDS * self.places + self.microbatches % self.places
-        return first, first + self.places
+        extrapolated."""
+        return short(self.places, self.microbatches)
 
     @cached_property
     def flying(self) -> list[Flying]:

@@ -19,7 +19,7 @@ from autopar.memory.shares import Shares
 from autopar.memory.stage import Profile, profile
 from autopar.memory.types import Prediction
 from autopar.memory.walked import Part, Split
-from autopar.pipeline.orders import Action, lines_of
+from autopar.pipeline.orders import Action, lines_of, telling
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.stage_views import View, views, whole
 from autopar.pipeline.transit import Transit, transits_of
@@ -32,8 +32,9 @@ from autopar.problem.settings import Settings
 
 def predict(program: Program, plan: Plan, habits: Habits = EMITTED) -> Prediction:
     """Peak bytes of each place for the sizes at which `program` was read, those of the whole batch of `plan`. `habits`
-    say how the software that runs it holds memory, by default an emitted module."""
-    return Prediction(tuple(rank.place() for rank in fullest(program, plan, habits)))
+    say how the software that runs it holds memory, by default an emitted module. Of many microbatches as many are
+    walked as tell all (orders.telling)."""
+    return Prediction(tuple(rank.place() for rank in fullest(program, plan, habits, telling(plan))))
 
 
 def memory_of(gm: fx.GraphModule, plan: Plan) -> Prediction:
@@ -42,12 +43,13 @@ def memory_of(gm: fx.GraphModule, plan: Plan) -> Prediction:
     return predict(read(gm, plan.hints, training=plan.mode == "train", device=kind), plan)
 
 
-def fullest(program: Program, plan: Plan, habits: Habits = EMITTED) -> list[Holding]:
-    """The fullest rank of each place; sizes as in `predict`."""
+def fullest(program: Program, plan: Plan, habits: Habits = EMITTED, microbatches: int | None = None) -> list[Holding]:
+    """The fullest rank of each place, during the first `microbatches` and the last ones (None: during all); sizes as
+    in `predict`."""
     found, stages = edges(program, plan), views(program, plan) if len(plan.stages) > 1 else (whole(program),)
     placed = Shares(program, plan).placed_axes
     coords = [dict(zip(placed, at, strict=True)) for at in itertools.product(*(range(plan.mesh[a]) for a in placed))]
-    lines, transits = lines_of(plan), transits_of(plan)
+    lines, transits = lines_of(plan, microbatches), transits_of(plan, microbatches)
     profiles: list[dict[Any, Profile]] = [{} for _ in coords]
     places = []
     for number in range(plan.places):

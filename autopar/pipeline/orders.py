@@ -24,6 +24,9 @@ from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.summing import NOTHING, Summing
 from autopar.plan import Plan
 
+FILLING_ROUNDS = 4
+"""Rounds, of one microbatch per place, after which every pipeline is full."""
+
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")  # as torch writes them: stage, kind, microbatch
 
 
@@ -56,6 +59,20 @@ def orders(schedule: str, places: int, stages: int, microbatches: int) -> tuple[
     return tuple(tuple(actions_of(lines[place])) for place in range(places))
 
 
+def short(places: int, microbatches: int) -> tuple[int, ...]:
+    """Numbers of microbatches that show what a step of `microbatches` does: its own, or two smaller ones, a round of
+    one microbatch per place apart.
+
+    Once a pipeline is full (FILLING_ROUNDS), every further round is like the one before: it takes as long (exact for
+    even stages, within half a percent for uneven ones: tests/unit/joint/test_timetables.py, all schedules), and keeps
+    as much (tests/unit/memory/test_many_microbatches.py). That does not hold where all forwards run first.
+    """
+    if microbatches <= (FILLING_ROUNDS + 2) * places:
+        return (microbatches,)
+    first = FILLING_ROUNDS * places + microbatches % places
+    return first, first + places
+
+
 def laid_out(schedule: str, places: int, stages: int, microbatches: int) -> Any:
     """torch's schedule, of one that is not in `PLAIN`: its `pipeline_order` has the actions of each place, with None
     where it waits. Raises PlanError as `orders` does."""
@@ -71,11 +88,18 @@ def laid_out(schedule: str, places: int, stages: int, microbatches: int) -> Any:
         ) from error
 
 
-def lines_of(plan: Plan) -> Sequence[Sequence[Action]]:
+def telling(plan: Plan) -> int:
+    """The number of microbatches after which each place of `plan` has held all that it will (`short`)."""
+    first = plan.mode != "train" or plan.places == 1 or SCHEDULES[plan.schedule].forwards_first
+    return plan.microbatches if first else short(plan.places, plan.microbatches)[-1]
+
+
+def lines_of(plan: Plan, microbatches: int | None = None) -> Sequence[Sequence[Action]]:
     """What each place runs in a step of `plan`, in order: the schedule's actions, or on one place one microbatch after
     the other. A plan for inference runs all microbatches through a stage before the next one
-    (runtime.stepping.run_forward)."""
-    stages, micro = range(len(plan.stages)), range(plan.microbatches)
+    (runtime.stepping.run_forward). `microbatches`: another number than the plan's."""
+    count = plan.microbatches if microbatches is None else microbatches
+    stages, micro = range(len(plan.stages)), range(count)
     if plan.mode != "train":
         return [
             [Action("F", i, m) for i in stages if plan.stages[i].place == place for m in micro]
@@ -85,7 +109,7 @@ def lines_of(plan: Plan) -> Sequence[Sequence[Action]]:
         return [
             [Action(kind, i, m) for m in micro for kind in "FB" for i in (stages if kind == "F" else reversed(stages))]
         ]
-    return orders(plan.schedule, plan.places, len(stages), plan.microbatches)
+    return orders(plan.schedule, plan.places, len(stages), count)
 
 
 def _gpipe(place: int, places: int, microbatches: int) -> list[Action]:

@@ -31,6 +31,19 @@ class Models:
     once: Model
     forward: ForwardPrices
     _again: dict[str, Model] = field(default_factory=dict)
+    _plain: dict[tuple[tuple[int, ...], bool], list[Cost]] = field(default_factory=dict)
+
+    def plain_costs(self, choice: tuple[int, ...], *, apart: bool) -> list[Cost]:
+        """The costs of all pieces under a solution in which nothing runs again; made once, whatever else is kept of
+        blocks that do. `apart` as in pipeline.costs."""
+        key = choice, apart
+        if key not in self._plain:
+            self._plain[key] = self.costs(self.micro, choice, apart=apart)
+        return self._plain[key]
+
+    def costs(self, micro: Model, choice: Sequence[int], *, apart: bool) -> list[Cost]:
+        """As `plain_costs`, where the Problem of a microbatch is `micro`."""
+        return costs(micro.links[0].program, micro, self.once, choice, self.forward, apart=apart)
 
     @property
     def kinds(self) -> Sequence[Models]:
@@ -157,13 +170,12 @@ class Chosen:
 
     def _pieces(self, models: Models) -> Pieces:
         """The costs of all pieces on one kind of place, plain and run again."""
-        micro, rerun = models.micro, self.rerun(models)
-        again = self._costs(models, rerun)
-        return Pieces(again if rerun is micro or self.all_again else self._costs(models, micro), again)
-
-    def _costs(self, models: Models, micro: Model) -> list[Cost]:
-        """The costs of all pieces, where the Problem of a microbatch is `micro`."""
-        return costs(micro.links[0].program, micro, models.once, self.solution.choice, models.forward, apart=self.apart)
+        choice, rerun = self.solution.choice, self.rerun(models)
+        if rerun is models.micro:
+            plain = models.plain_costs(choice, apart=self.apart)
+            return Pieces(plain, plain)
+        again = models.costs(rerun, choice, apart=self.apart)
+        return Pieces(again if self.all_again else models.plain_costs(choice, apart=self.apart), again)
 
 
 @dataclass(eq=False)

@@ -4,6 +4,7 @@ onestage and will_it_fit."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from autopar.candidate import Candidate
@@ -71,21 +72,22 @@ def refused_meshes(planner: Planner, recipe: Recipe) -> dict[tuple[int, ...], st
     return refused
 
 
-def best_named(planner: Planner, timer: Timer, known_s: float) -> tuple[Candidate | None, list[Alternative]]:
+def best_named(
+    planner: Planner, timer: Timer, known_s: float, beat: Callable[[float], float] = lambda known_s: known_s
+) -> tuple[Candidate | None, list[Alternative]]:
     """Price the recipes, or only the one that was asked for: the best Candidate, and an Alternative for each recipe and
-    mesh. `known_s`: the fastest known step of one stage.
+    mesh. `known_s`: the fastest known step of one stage; `beat` makes of it what plans of one stage have to beat.
 
     Recipes are skipped once time is up, unless no plan that fits is known or found yet. Those that split samples, and
     with them all of the work, come first: where there is time for one alone, it is no baseline that computes everything
-    on every rank. Of those that would be slower than what is known all blocks are run again that are. Raises PlanError
-    for an unknown recipe, and for one that the model or the mesh cannot use.
+    on every rank. Then of those that might beat what is known fewer blocks run again; to find which ones takes longer
+    than all else here. Raises PlanError for an unknown recipe, and for one that the model or the mesh cannot use.
     """
     request = planner.request
     if request.recipe is not None:
         check_name(request.recipe)
     asked = [RECIPES[request.recipe]] if request.recipe else [r for r in RECIPES.values() if r.fits(planner.program)]
-    best: Candidate | None = None
-    tried: list[Alternative] = []
+    tried: list[Alternative | Candidate] = []
     order = {name: place for place, name in enumerate(RECIPES)}
     for recipe in sorted(asked, key=lambda recipe: not any(role in roles.BY_SAMPLE for role in recipe.roles)):
         if lacking := recipe.lacking(planner.program):
@@ -101,14 +103,30 @@ def best_named(planner: Planner, timer: Timer, known_s: float) -> tuple[Candidat
             except InfeasibleError as error:
                 tried.append(Alternative(recipe.name, sizes, None, None, str(error)))
                 continue
-            found = filled(planner, found, known_s)
-            tried.append(Alternative(recipe.name, sizes, found.cost.time_s, found.peak))
-            # all are equally fast on one device
-            best = min(
-                (one for one in (best, found) if one is not None), key=lambda one: (one.cost.time_s, order[one.name])
-            )
-            known_s = min(known_s, best.cost.time_s)
-    return best, sorted(tried, key=lambda row: order[row.name])
+            tried.append(found)
+            known_s = min(known_s, found.cost.time_s)
+    rows = [*_filled(planner, tried, known_s, beat)]
+    fit = [row for row in rows if isinstance(row, Candidate)]
+    best = min(fit, key=lambda one: (one.cost.time_s, order[one.name]), default=None)  # all are alike on one device
+    return best, sorted(map(_row, rows), key=lambda row: order[row.name])
+
+
+def _filled(
+    planner: Planner, tried: Sequence[Alternative | Candidate], known_s: float, beat: Callable[[float], float]
+) -> Iterator[Alternative | Candidate]:
+    """`tried`, with fewer blocks run again in those Candidates that might beat what is known; `beat` as in
+    `best_named`, asked once, if there are any."""
+    if planner.request.remat == "auto" and any(isinstance(one, Candidate) and one.remat for one in tried):
+        known_s = min(known_s, beat(known_s))
+    for one in tried:
+        made = filled(planner, one, known_s) if isinstance(one, Candidate) else one
+        known_s = min(known_s, made.cost.time_s) if isinstance(made, Candidate) else known_s
+        yield made
+
+
+def _row(one: Alternative | Candidate) -> Alternative:
+    """What a plan says of a recipe on one mesh."""
+    return one if isinstance(one, Alternative) else Alternative(one.name, one.mesh.sizes, one.cost.time_s, one.peak)
 
 
 def _priced(planner: Planner, recipe: Recipe, sizes: tuple[int, ...], limit_s: float) -> Candidate:

@@ -130,7 +130,7 @@ class _Level:
         for sizes in [first.mesh.sizes for first in seen[:MOST_HONED]] or (
             searched_meshes(self.planner) if math.isinf(alone_s) else []
         ):
-            below_s = min(alone_s, self.fastest_s)
+            below_s = min(alone_s, self.fastest_s, self.elsewhere.seconds)
             if below_s < math.inf and self.timer.skips(self.timer.ends_at - self.timer.limit_s / 2):
                 return
             self.planner.request.say(f"bytes for seconds on {times(sizes)}")
@@ -139,7 +139,8 @@ class _Level:
 
     def name_recipes(self, alone_s: float) -> None:
         """Price the recipes."""
-        self.recipe, tried = best_named(self.planner, self.timer, min(alone_s, self.fastest_s))
+        beat = self.elsewhere.asked if looks(self.planner.request) else lambda known_s: known_s
+        self.recipe, tried = best_named(self.planner, self.timer, min(alone_s, self.fastest_s), beat)
         self.tried = (
             tried
             if self.name == self.planner.request.remat_level

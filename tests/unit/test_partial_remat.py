@@ -211,16 +211,19 @@ def test_what_was_too_late_to_be_run_again_is_not_proven_to_be_slower(monkeypatc
 
 
 def test_recipes_that_are_slower_than_what_is_known_run_all_blocks_again() -> None:
+    """Known of one stage, or of pipelines, which are asked once all recipes are priced."""
     (limit_bytes,) = limits("megatron", (0.6,))
+    asked: list[float] = []
 
-    def steps_s(known_s: float) -> dict[str, float]:
+    def steps_s(known_s: float, pipeline_s: float = math.inf) -> dict[str, float]:
         planner = planner_of().anew(replace(planner_of().request, memory_bytes=limit_bytes))
         planner.remat = planner.levels("full")
-        _, tried = best_named(planner, Timer(60.0), known_s)
+        _, tried = best_named(planner, Timer(60.0), known_s, lambda known_s: asked.append(known_s) or pipeline_s)
         return {row.name: row.step_s for row in tried if row.step_s is not None}
 
     fastest, all_again = steps_s(math.inf), steps_s(1e-9)
-    assert fastest.keys() == all_again.keys()
+    assert asked == [min(all_again.values()), 1e-9]
+    assert fastest.keys() == all_again.keys() and all_again == steps_s(math.inf, 1e-9)
     assert any(fastest[name] < step_s for name, step_s in all_again.items())
     full = candidate(planner_of().anew(replace(planner_of().request, memory_bytes=limit_bytes)), "megatron", "full")
     assert all_again["megatron"] == pytest.approx(full.cost.time_s)

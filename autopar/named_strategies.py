@@ -4,7 +4,7 @@ onestage and will_it_fit."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from autopar.candidate import Candidate
@@ -24,6 +24,7 @@ from autopar.timer import Timer
 FULL = 0.9  # share of the memory limit: a plan that uses more may be slower than it would be with more memory
 # seconds at most to solve one recipe on one mesh; the choices that a recipe leaves open hardly change its step time
 RECIPE_S = 0.6
+FILLING = 0.25  # share of the time left in which recipes may run fewer blocks again
 
 
 def meshes_for(recipe: Recipe, cluster: Cluster, fixed: tuple[int, ...] | None) -> list[tuple[int, ...]]:
@@ -105,23 +106,30 @@ def best_named(
                 continue
             tried.append(found)
             known_s = min(known_s, found.cost.time_s)
-    rows = [*_filled(planner, tried, known_s, beat)]
+    rows = _filled(planner, timer, tried, known_s, beat)
     fit = [row for row in rows if isinstance(row, Candidate)]
     best = min(fit, key=lambda one: (one.cost.time_s, order[one.name]), default=None)  # all are alike on one device
     return best, sorted(map(_row, rows), key=lambda row: order[row.name])
 
 
 def _filled(
-    planner: Planner, tried: Sequence[Alternative | Candidate], known_s: float, beat: Callable[[float], float]
-) -> Iterator[Alternative | Candidate]:
-    """`tried`, with fewer blocks run again in those Candidates that might beat what is known; `beat` as in
-    `best_named`, asked once, if there are any."""
-    if planner.request.remat == "auto" and any(isinstance(one, Candidate) and one.remat for one in tried):
+    planner: Planner,
+    timer: Timer,
+    tried: Sequence[Alternative | Candidate],
+    known_s: float,
+    beat: Callable[[float], float],
+) -> list[Alternative | Candidate]:
+    """`tried`, with fewer blocks run again in those Candidates that might beat what is known, the fastest first, in the
+    share FILLING of the time that is left; all of it for a recipe that was asked for. `beat` as in `best_named`, asked
+    once, if there are any."""
+    fit = {number: one for number, one in enumerate(tried) if isinstance(one, Candidate)}
+    if planner.request.remat == "auto" and any(one.remat for one in fit.values()):
         known_s = min(known_s, beat(known_s))
-    for one in tried:
-        made = filled(planner, one, known_s) if isinstance(one, Candidate) else one
-        known_s = min(known_s, made.cost.time_s) if isinstance(made, Candidate) else known_s
-        yield made
+    late, rows = partial(timer.skips, timer.after(FILLING if planner.request.recipe is None else 1.0)), [*tried]
+    for number, one in sorted(fit.items(), key=lambda each: each[1].cost.time_s):
+        rows[number] = made = filled(planner, one, known_s, late)
+        known_s = min(known_s, made.cost.time_s)
+    return rows
 
 
 def _row(one: Alternative | Candidate) -> Alternative:

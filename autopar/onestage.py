@@ -135,7 +135,7 @@ class _Level:
                 return
             self.planner.request.say(f"bytes for seconds on {times(sizes)}")
             with suppress(InfeasibleError):
-                self.partly = by_bytes(self.planner, sizes, below_s, GLANCE_S) or self.partly
+                self.partly = by_bytes(self.planner, sizes, below_s, GLANCE_S, self.timer.skips) or self.partly
 
     def name_recipes(self, alone_s: float) -> None:
         """Price the recipes."""
@@ -158,7 +158,7 @@ class _Level:
             found, self.bound_s = self.look.finished(min(alone_s, self.fastest_s), until)
         elif request.recipe is None:
             found, self.bound_s = run_search(planner, self.timer)
-            found = filled(planner, found) if found is not None else None
+            found = filled(planner, found, late=self.timer.skips) if found is not None else None
         found = min(
             (one for one in (found, self.partly) if one is not None), key=lambda one: one.cost.time_s, default=None
         )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 
@@ -54,22 +54,28 @@ Reruns = Mapping[str, Rerun]
 """The Rerun of each run of blocks, by scope."""
 
 
-def filled(planner: Planner, found: Candidate, below_s: float = math.inf) -> Candidate:
-    """`found`, or the same choices with fewer blocks run again or more results kept, as is fastest within memory.
+def filled(
+    planner: Planner, found: Candidate, below_s: float = math.inf, late: Callable[[], bool] = lambda: False
+) -> Candidate:
+    """`found`, or the same choices with fewer blocks run again or more results kept, as is fastest within memory; once
+    `late`, the fastest so far.
 
     Nothing is looked for where the user asked for a level of rematerialisation, or where no way could take less than
     `below_s`.
     """
     if not found.remat or planner.request.remat != "auto":
         return found
-    filling = _Filling(planner, found)
-    if filling.plain_s >= below_s or (ways := filling.fastest()) == filling.all:
+    filling = _Filling(planner, found, late)
+    if late() or filling.plain_s >= below_s or (ways := filling.fastest()) == filling.all:
         return found
     return filling.made(ways)
 
 
-def by_bytes(planner: Planner, sizes: tuple[int, ...], below_s: float, time_limit_s: float) -> Candidate | None:
-    """The free search on a mesh with a price of bytes in place of a memory limit (see the module docstring), filled.
+def by_bytes(
+    planner: Planner, sizes: tuple[int, ...], below_s: float, time_limit_s: float, late: Callable[[], bool]
+) -> Candidate | None:
+    """The free search on a mesh with a price of bytes in place of a memory limit (see the module docstring), filled;
+    `late` as in `filled`.
 
     Higher prices (DEARER) follow while the result does not fit. None where nothing fits, or nothing may take less than
     `below_s`. Each Problem is solved in at most `time_limit_s`.
@@ -83,7 +89,9 @@ def by_bytes(planner: Planner, sizes: tuple[int, ...], below_s: float, time_limi
     byte_s = max(0.0, more.time_s - less.time_s) / (less.memory_bytes - more.memory_bytes)
     for dear in DEARER:
         filling = _Filling(
-            planner, _whole(planner, level, ilp.glance(roomy.paid(dear * byte_s), time_limit_s=time_limit_s).choice)
+            planner,
+            _whole(planner, level, ilp.glance(roomy.paid(dear * byte_s), time_limit_s=time_limit_s).choice),
+            late,
         )
         if filling.plain_s >= below_s:
             return None
@@ -110,10 +118,12 @@ def _whole(planner: Planner, level: Model, choice: tuple[int, ...]) -> Candidate
 
 @dataclass(eq=False)
 class _Filling:
-    """The search for the fastest Reruns of the blocks of a Candidate; its choices of layouts stay."""
+    """The search for the fastest Reruns of the blocks of a Candidate; its choices of layouts stay. Once `late`, what
+    was found by then is the answer."""
 
     planner: Planner
     found: Candidate
+    late: Callable[[], bool]
     _costs: dict[tuple[tuple[str, tuple[str, ...]], ...], Cost] = field(default_factory=dict)
     _peaks: dict[tuple[tuple[tuple[str, Rerun], ...], tuple[str, ...]], float] = field(default_factory=dict)
 
@@ -145,14 +155,14 @@ class _Filling:
         for scope in best:
             corners = choices(self.plain, self.forward, self.found.solution.choice, scope).corners
             for hoped_s, at_least, way in self._hoped(best, scope, [Rerun(corner.kept, 0) for corner in corners]):
-                if hoped_s >= self.cost(best).time_s * (1 - BETTER) and self.fits(best):
+                if self.late() or (hoped_s >= self.cost(best).time_s * (1 - BETTER) and self.fits(best)):
                     break
                 best[scope] = self._fewest(best, scope, way, at_least) or best[scope]
             pairs = [Rerun(less.kept, 0, more.kept) for less, more in itertools.combinations(corners, 2)]
             for sure_s, (at_least, at_most), way in sorted(
                 self._sure(best, scope, pairs), key=lambda each: (each[0], each[1][1])
             ):
-                if sure_s >= self.cost(best).time_s * (1 - BETTER):
+                if self.late() or sure_s >= self.cost(best).time_s * (1 - BETTER):
                     break
                 best[scope] = self._fewest_of_two(best, scope, way, at_least, at_most) or best[scope]
         return best
@@ -264,6 +274,8 @@ class _Filling:
         """
         last, room_bytes = self._blocks(scope), self.planner.request.limit_bytes
         for way in among:
+            if self.late():
+                return
             if (at_least := self._counted(ways, scope, way)) is None or not self._faster(ways, scope, way, at_least):
                 continue
             less, more = (self._peak_of_all(ways, scope, kept) for kept in (way.kept, way.rest))

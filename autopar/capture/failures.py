@@ -27,6 +27,8 @@ _SIZE = re.compile(r"(\w+) = (L\[[^=]*?\.size\(\)\[\d+\])")  # b = L['x'].size()
 _BULLET = re.compile(r"^\s*-\s+(.+)$", re.M)
 _NUMBER = re.compile(r"You marked (\w+) as dynamic but your code specialized it to be a constant")
 _NUMBERS = "int(), a loop over positions, a key of a cache, a library that wants plain sizes"
+# with an address in memory behind it
+_UNTRACKED = re.compile(r"^(.+?) \(<class 'torch\.SymInt'>, \d+\)\s*is not tracked with proxy")
 _NO_SPAN = "Cannot create Dim with inconsistent"
 _FROM_VALUES = "data-dependent"
 _NO_VALUES = "meta"  # in torch's errors on tensors without values: `item() cannot be called on meta tensors`
@@ -95,6 +97,11 @@ def says(error: BaseException | None, dims: Dims, size: str = "") -> str:
         line = "the model works only for some sizes (it divides them into equal parts, or compares them with others)"
     if number := _NUMBER.search(line):
         line = made_number(number.group(1))
+    if untracked := _UNTRACKED.match(line):
+        line = (
+            f"torch loses the size {untracked[1]} where a function transform (torch.func.vmap, grad, jacrev) reads a "
+            "tensor from outside; a product with another dim (einsum, matmul) keeps it"
+        )
     if _FROM_VALUES in line:
         line = f"control flow or a size depends on the values of a tensor, which are not known ({line})"
     return re.sub(r"\bs\d+\b", next(iter(dims.hints)) if len(dims.hints) == 1 else "a symbolic size", line)

@@ -59,6 +59,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar.asked_search import check_mesh
 from autopar.errors import InfeasibleError
 from autopar.joint import offloading
 from autopar.joint.background_proof import BackgroundProof
@@ -98,6 +99,8 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
 
 def fastest(context: SearchContext, **about: Any) -> Plan:
     """As `plan`, within the memory limit of `context`."""
+    if context.request.recipe is None:  # before another process looks at that mesh
+        check_mesh(context.request)
     with BackgroundProof(context) as proof:
         context.answered, context.quick_s = proof.know, proof.quick_s
         made = compared(context, anywhere(context, **about), best)

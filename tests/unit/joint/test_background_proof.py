@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.joint import UNPROVEN, _with_bound, background_proof, plan
+from autopar.errors import PlanError
+from autopar.joint import UNPROVEN, _with_bound, background_proof, fastest, plan
 from autopar.joint.background_proof import BackgroundProof
 from autopar.joint.prove import LOOKS, Prover, proven_s
 from autopar.joint.search_context import SearchContext
@@ -225,3 +226,11 @@ def test_no_process_is_forked_from_one_that_may_have_none(monkeypatch: pytest.Mo
     assert background_proof.able() == background_proof.FORKS
     monkeypatch.setattr(multiprocessing.current_process(), "_config", {"daemon": True})
     assert not background_proof.able()
+
+
+def test_a_mesh_that_cannot_be_is_refused_before_anything_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = inner_of()
+    context.request = replace(context.request, mesh=(3,))
+    monkeypatch.setattr(BackgroundProof, "_forked", lambda self: pytest.fail("forked"))
+    with pytest.raises(PlanError, match="mesh 3 has 3 ranks"):
+        fastest(context)

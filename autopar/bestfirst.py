@@ -220,7 +220,7 @@ class Look:
         for number, each in enumerate(sorted((*self.fit, *self.honed), key=lambda c: c.cost.time_s)[:MOST_HONED]):
             if number and self.timer.skips(self._until(until)):
                 break
-            made = filled(self.planner, each, known_s, partial(self.timer.skips, begun=True))
+            made = filled(self.planner, each, known_s, self.timer.grace())
             if made.cost.time_s < known_s:
                 self.honed.append(made)
                 known_s = made.cost.time_s

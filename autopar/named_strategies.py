@@ -125,7 +125,8 @@ def _filled(
     fit = {number: one for number, one in enumerate(tried) if isinstance(one, Candidate)}
     if planner.request.remat == "auto" and any(one.remat for one in fit.values()):
         known_s = min(known_s, beat(known_s))
-    late, rows = partial(timer.skips, timer.after(FILLING if planner.request.recipe is None else 1.0)), [*tried]
+    late = partial(timer.skips, timer.after(FILLING if planner.request.recipe is None else 1.0))
+    rows = [*tried]
     for number, one in sorted(fit.items(), key=lambda each: each[1].cost.time_s):
         rows[number] = made = filled(planner, one, known_s, late)
         known_s = min(known_s, made.cost.time_s)

@@ -158,7 +158,7 @@ class _Level:
             found, self.bound_s = self.look.finished(min(alone_s, self.fastest_s), until)
         elif request.recipe is None:
             found, self.bound_s = run_search(planner, self.timer)
-            found = filled(planner, found, late=self.timer.skips) if found is not None else None
+            found = filled(planner, found, late=self.timer.grace()) if found is not None else None
         found = min(
             (one for one in (found, self.partly) if one is not None), key=lambda one: one.cost.time_s, default=None
         )

@@ -4,7 +4,7 @@ joint.search_context, asked by the searches."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 TIME_LIMIT_S = 24.0
 """The default time limit of a search. With the capture before it and the emission after it, `compile` takes about half
@@ -49,6 +49,18 @@ class Timer:
         grace_s = GRACE * self.limit_s if begun else 0.0
         late = self.left_s <= -grace_s or (until is not None and time.monotonic() >= until)
         self.hurried = self.hurried or late
+        return late
+
+    def grace(self) -> Callable[[], bool]:
+        """What says whether GRACE is over, counted from now where time is already up: for what ends a search, which may
+        be late. Sets `hurried` where it is."""
+        until = max(self.ends_at, time.monotonic()) + GRACE * self.limit_s
+
+        def late() -> bool:
+            over = time.monotonic() >= until
+            self.hurried = self.hurried or over
+            return over
+
         return late
 
     def noted(self, notes: Sequence[str]) -> tuple[str, ...]:

@@ -44,8 +44,8 @@ def memory_of(gm: fx.GraphModule, plan: Plan) -> Prediction:
 
 
 def fullest(program: Program, plan: Plan, habits: Habits = EMITTED, microbatches: int | None = None) -> list[Holding]:
-    """The fullest rank of each place, during the first `microbatches` and the last ones (None: during all); sizes as
-    in `predict`."""
+    """The fullest rank of each place in a step of so many `microbatches` (None: those of the plan); sizes as in
+    `predict`."""
     found, stages = edges(program, plan), views(program, plan) if len(plan.stages) > 1 else (whole(program),)
     placed = Shares(program, plan).placed_axes
     coords = [dict(zip(placed, at, strict=True)) for at in itertools.product(*(range(plan.mesh[a]) for a in placed))]

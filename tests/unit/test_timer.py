@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 
+import pytest
+
 from autopar.timer import Timer
 
 
@@ -36,3 +38,15 @@ def test_a_hurried_plan_says_so_once() -> None:
     assert timer.noted(["a"]) == ("a",)
     timer.skips()
     assert timer.noted(["a"]) == timer.noted(timer.noted(["a"])) == ("a", timer.note)
+
+
+def test_what_ends_a_search_has_its_grace_from_when_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    timer = Timer(10.0)
+    soon, now[0] = timer.grace(), 110.9
+    assert not soon() and not timer.hurried
+    late, now[0] = timer.grace(), 111.5
+    assert soon() and timer.hurried and not late()
+    now[0] = 112.0
+    assert late()

@@ -170,7 +170,7 @@ class _Filling:
     def _hoped(self, ways: Reruns, scope: str, among: Sequence[Rerun]) -> list[tuple[float, int, Rerun]]:
         """Of those ways to run `scope` again that fit by the Problem's count: the seconds that it promises, the fewest
         blocks by it, and the way; the most promising first."""
-        counted = ((self._counted(ways, scope, way), way) for way in among)
+        counted = ((self._counted(ways, scope, way), way) for way in among if not self.late())
         least = [
             (self.cost({**ways, scope: replace(way, count=count)}).time_s, number, count, way)
             for number, (count, way) in enumerate(counted)
@@ -273,9 +273,7 @@ class _Filling:
         between its ends, where all blocks are alike.
         """
         last, room_bytes = self._blocks(scope), self.planner.request.limit_bytes
-        for way in among:
-            if self.late():
-                return
+        for way in (way for way in among if not self.late()):
             if (at_least := self._counted(ways, scope, way)) is None or not self._faster(ways, scope, way, at_least):
                 continue
             less, more = (self._peak_of_all(ways, scope, kept) for kept in (way.kept, way.rest))

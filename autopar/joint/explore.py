@@ -339,7 +339,7 @@ class Explorer:
         """Raise the floors of a shape, and of all that are bounded together with it, to what a quick look proves."""
         if self.quick_s is None or shape in self.raised or math.isinf(self.least_s):
             return
-        if must_rerun(self.context, shape, self.pricing.levels[0]):
+        if must_rerun(self.context, shape, self.pricing.levels[0]) or self.floors[shape] < self.least_s * HOPELESS:
             return
         family = next(each for each in families(self.context, self.floors) if shape in each)
         bound_s = self.quick_s(family, self.least_s)
@@ -391,6 +391,7 @@ FEW_SHAPES, MANY_SHAPES = 32, 100
 """A space of at most FEW_SHAPES is visited as a whole; of more than MANY_SHAPES fewer neighbours are (NEARER)."""
 
 SCATTERED = 2  # results for which scattering gradients after every microbatch is tried, each as long as an exact one
+HOPELESS = 0.4  # times the fastest known step: lower floors are hardly raised above it by a quick look
 CLOSING = 0.3  # share of the time limit that is kept at most for the best result when others are visited or solved
 
 SLOWER_STARTS = 2

@@ -275,15 +275,16 @@ def test_the_first_neighbour_that_is_faster_is_gone_on_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("known_s", "held", "looked", "visited"),
+    ("known_s", "held", "floor_s", "looked", "visited"),
     [
-        (math.inf, 0.5, [1, 2, 4], {1, 4}),  # there is nothing to compare a bound with before the first visit
-        (1.0, 0.5, [1, 2, 4], {1, 4}),  # two places are proven to take 1.2 s
-        (1.0, 1.5, [], {1, 2, 4}),  # a bound that ignores memory proves little where blocks must run again
+        (math.inf, 0.5, 0.5, [1, 2, 4], {1, 4}),  # there is nothing to compare a bound with before the first visit
+        (1.0, 0.5, 0.5, [1, 2, 4], {1, 4}),  # two places are proven to take 1.2 s
+        (1.0, 1.5, 0.5, [], {1, 2, 4}),  # a bound that ignores memory proves little where blocks must run again
+        (1.0, 0.5, 0.3, [], {1, 2, 4}),  # nor does one of which the floor is far below
     ],
 )
 def test_shapes_that_a_quick_look_proves_to_be_slower_are_not_visited(
-    known_s: float, held: float, looked: list[int], visited: set[int]
+    known_s: float, held: float, floor_s: float, looked: list[int], visited: set[int]
 ) -> None:
     """Each number of places with 8 and 16 microbatches, which are looked at together."""
     shapes = [Shape(places, (8 // places,), m) for places in (1, 2, 4) for m in (8, 16)]
@@ -306,7 +307,7 @@ def test_shapes_that_a_quick_look_proves_to_be_slower_are_not_visited(
         return 1.2 if looks[-1] == 2 else 0.9
 
     walk = Explorer(context, SEARCH, known_s, math.inf, quick_s=quick_s)
-    walk.floors = dict.fromkeys(shapes, 0.1)
+    walk.floors = dict.fromkeys(shapes, floor_s)
     vars(walk)["pricing"] = SimpleNamespace(
         proven={}, levels=("none",), glance=lambda shape, *bounds_s: SimpleNamespace(shape=shape, step_s=1.0)
     )

@@ -31,7 +31,8 @@ class Models:
     once: Model
     forward: ForwardPrices
     _again: dict[str, Model] = field(default_factory=dict)
-    _plain: dict[tuple[tuple[int, ...], bool], list[Cost]] = field(default_factory=dict)
+    # not copied with the Problems: with state on the host the same choices have another `once`
+    _plain: dict[tuple[tuple[int, ...], bool], list[Cost]] = field(init=False, default_factory=dict)
 
     def plain_costs(self, choice: tuple[int, ...], *, apart: bool) -> list[Cost]:
         """The costs of all pieces under a solution in which nothing runs again; made once, whatever else is kept of

@@ -248,7 +248,13 @@ def test_a_glance_that_little_room_made_slow_is_honed_with_all_there_is(remat: s
             Planner.of(
                 graph(2),
                 {"b": 4096},
-                Request(Cluster.parse("l4:2x2"), mesh=(4,), memory_bytes=mebibytes * 2**20, remat=remat),
+                Request(
+                    Cluster.parse("l4:2x2"),
+                    mesh=(4,),
+                    memory_bytes=mebibytes * 2**20,
+                    remat=remat,
+                    time_limit_s=math.inf,
+                ),
             ),
             model="stack",
             graph_hash="0" * 64,

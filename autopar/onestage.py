@@ -139,8 +139,8 @@ class _Level:
 
     def name_recipes(self, alone_s: float) -> None:
         """Price the recipes."""
-        beat = self.elsewhere.asked if looks(self.planner.request) else lambda known_s: known_s
-        self.recipe, tried = best_named(self.planner, self.timer, min(alone_s, self.fastest_s), beat)
+        known_s = min(alone_s, self.fastest_s)
+        self.recipe, tried = best_named(self.planner, self.timer, known_s, self.elsewhere.asked)
         self.tried = (
             tried
             if self.name == self.planner.request.remat_level

@@ -20,7 +20,7 @@ import numpy as np
 from autopar.pipeline import shared_cores
 from autopar.pipeline.in_flight import InFlight
 from autopar.pipeline.makespan import Flow
-from autopar.pipeline.orders import Action, Flying, StageTime, in_flight, orders, short
+from autopar.pipeline.orders import Action, Flying, StageTime, in_flight, orders, short, telling
 from autopar.pipeline.schedules import SCHEDULES, Schedule
 
 T = TypeVar("T")
@@ -134,7 +134,7 @@ class Timetable:
     def _orders(self) -> Sequence[Sequence[Action]]:
         """The actions of each place, of as many microbatches as fill the pipeline; where all forwards run first, of all
         microbatches, since every further one is kept as well."""
-        count = self.microbatches if self.schedule.forwards_first else self.short[-1]
+        count = telling(self.kind.schedule, self.places, self.microbatches)
         return orders(self.kind.schedule, self.places, self.stages, count)
 
     def ends_s(self, times: Sequence[StageTime], *, whole: bool = False, alone: float = 1.0) -> list[float]:

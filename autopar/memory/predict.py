@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ def predict(program: Program, plan: Plan, habits: Habits = EMITTED) -> Predictio
     """Peak bytes of each place for the sizes at which `program` was read, those of the whole batch of `plan`. `habits`
     say how the software that runs it holds memory, by default an emitted module. Of many microbatches as many are
     walked as tell all (orders.telling)."""
-    return Prediction(tuple(rank.place() for rank in fullest(program, plan, habits, telling(plan))))
+    return Prediction(tuple(rank.place() for rank in fullest(program, plan, habits, walked=_telling(plan))))
 
 
 def memory_of(gm: fx.GraphModule, plan: Plan) -> Prediction:
@@ -43,13 +44,20 @@ def memory_of(gm: fx.GraphModule, plan: Plan) -> Prediction:
     return predict(read(gm, plan.hints, training=plan.mode == "train", device=kind), plan)
 
 
-def fullest(program: Program, plan: Plan, habits: Habits = EMITTED, microbatches: int | None = None) -> list[Holding]:
-    """The fullest rank of each place in a step of so many `microbatches` (None: those of the plan); sizes as in
-    `predict`."""
+def _telling(plan: Plan) -> Plan:
+    """`plan` with as many microbatches as tell all of its memory."""
+    if plan.mode != "train" or plan.places == 1:
+        return plan
+    return replace(plan, microbatches=telling(plan.schedule, plan.places, plan.microbatches))
+
+
+def fullest(program: Program, plan: Plan, habits: Habits = EMITTED, *, walked: Plan | None = None) -> list[Holding]:
+    """The fullest rank of each place, which runs what it does in a step of `walked`, the same with another number of
+    microbatches of the same size (None: of `plan`); sizes as in `predict`."""
     found, stages = edges(program, plan), views(program, plan) if len(plan.stages) > 1 else (whole(program),)
     placed = Shares(program, plan).placed_axes
     coords = [dict(zip(placed, at, strict=True)) for at in itertools.product(*(range(plan.mesh[a]) for a in placed))]
-    lines, transits = lines_of(plan, microbatches), transits_of(plan, microbatches)
+    lines, transits = lines_of(walked or plan), transits_of(walked or plan)
     profiles: list[dict[Any, Profile]] = [{} for _ in coords]
     places = []
     for number in range(plan.places):

@@ -88,18 +88,17 @@ def laid_out(schedule: str, places: int, stages: int, microbatches: int) -> Any:
         ) from error
 
 
-def telling(plan: Plan) -> int:
-    """The number of microbatches after which each place of `plan` has held all that it will (`short`)."""
-    first = plan.mode != "train" or plan.places == 1 or SCHEDULES[plan.schedule].forwards_first
-    return plan.microbatches if first else short(plan.places, plan.microbatches)[-1]
+def telling(schedule: str, places: int, microbatches: int) -> int:
+    """Of how many microbatches a step is in which each place holds all that it does in one of `microbatches`
+    (`short`)."""
+    return microbatches if SCHEDULES[schedule].forwards_first else short(places, microbatches)[-1]
 
 
-def lines_of(plan: Plan, microbatches: int | None = None) -> Sequence[Sequence[Action]]:
+def lines_of(plan: Plan) -> Sequence[Sequence[Action]]:
     """What each place runs in a step of `plan`, in order: the schedule's actions, or on one place one microbatch after
     the other. A plan for inference runs all microbatches through a stage before the next one
-    (runtime.stepping.run_forward). `microbatches`: another number than the plan's."""
-    count = plan.microbatches if microbatches is None else microbatches
-    stages, micro = range(len(plan.stages)), range(count)
+    (runtime.stepping.run_forward)."""
+    stages, micro = range(len(plan.stages)), range(plan.microbatches)
     if plan.mode != "train":
         return [
             [Action("F", i, m) for i in stages if plan.stages[i].place == place for m in micro]
@@ -109,7 +108,7 @@ def lines_of(plan: Plan, microbatches: int | None = None) -> Sequence[Sequence[A
         return [
             [Action(kind, i, m) for m in micro for kind in "FB" for i in (stages if kind == "F" else reversed(stages))]
         ]
-    return orders(plan.schedule, plan.places, len(stages), count)
+    return orders(plan.schedule, plan.places, len(stages), plan.microbatches)
 
 
 def _gpipe(place: int, places: int, microbatches: int) -> list[Action]:

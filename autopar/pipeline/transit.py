@@ -28,16 +28,12 @@ Transit: TypeAlias = Mapping[tuple[Kind, int], int]
 _TRANSFER = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")  # as torch writes them: stage, way, kind, microbatch
 
 
-def transits_of(plan: Plan, microbatches: int | None = None) -> Sequence[Sequence[Transit]]:
-    """For each place, what is in transit while each action of `orders.lines_of` runs, with the same arguments."""
+def transits_of(plan: Plan) -> Sequence[Sequence[Transit]]:
+    """For each place, what is in transit while each action of `orders.lines_of` runs."""
     if plan.mode != "train" or plan.places == 1:
         return [[] for _ in range(plan.places)]
     return transits(
-        plan.schedule,
-        plan.places,
-        len(plan.stages),
-        plan.microbatches if microbatches is None else microbatches,
-        works_hold=plan.device_kind == "cpu",
+        plan.schedule, plan.places, len(plan.stages), plan.microbatches, works_hold=plan.device_kind == "cpu"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,7 +15,8 @@ def test_costs_are_of_what_happens_once_per_step_in_the_same_models(monkeypatch:
     """With state on the host the same choices take another update."""
     monkeypatch.setattr(shape_problems, "costs", lambda program, micro, once, choice, forward, apart: [once, choice])
     micro: Any = type("Micro", (), {"links": [type("Link", (), {"program": None})]})
-    devices: Any = Models(micro, "on devices", None)  # type: ignore[arg-type]
+    once, forward = cast(Any, "on devices"), cast(Any, None)
+    devices: Any = Models(micro, once, forward)
     assert devices.plain_costs((0,), apart=True) == ["on devices", (0,)]
     assert devices.plain_costs((0,), apart=True) is devices.plain_costs((0,), apart=True)
     assert replace(devices, once="on hosts").plain_costs((0,), apart=True) == ["on hosts", (0,)]

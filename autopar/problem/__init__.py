@@ -26,6 +26,7 @@ graph. Called by the planner, by autopar.joint for the stages of pipelines, and 
         rerun, remat            what runs again; the Problem with it
         remat_frontier,
         remat_choices           which results to keep
+        frontier_descent        the fastest of these, few of them priced
         cadence                 choices that scatter gradients after every microbatch
         separable               choices whose backward zero-bubble schedules can split
     tables for bounds and for local search (pipeline.passes, as sums over nodes and nets)

@@ -69,8 +69,13 @@ class Choices:
     @property
     def corners(self) -> list[Point]:
         """The corners of the convex hull, from nothing kept to the least seconds."""
-        first, last = self.at(math.inf), self.at(0.0)
-        return [first, *self._between(first, last), *([last] if last != first else [])]
+        first, *last = self.ends
+        return [first, *(corner for end in last for corner in (*self._between(first, end), end))]
+
+    @property
+    def ends(self) -> list[Point]:
+        """The first and the last of the corners; one where they are the same."""
+        return list(dict.fromkeys((self.at(math.inf), self.at(0.0))))
 
     def fastest(self, fits: Callable[[Point], bool]) -> Point:
         """The last of the corners for which there is room; the first one where there is for none. Where one fits all
@@ -78,17 +83,17 @@ class Choices:
         more, less = self.at(math.inf), self.at(0.0)
         if fits(less):
             return less
-        while (found := self._amid(more, less)) is not None:
+        while (found := self.amid(more, less)) is not None:
             more, less = (found, less) if fits(found) else (more, found)
         return more
 
     def _between(self, more: Point, less: Point) -> list[Point]:
         """The corners between two points, the first of more seconds and less bytes."""
-        found = self._amid(more, less)
+        found = self.amid(more, less)
         return [] if found is None else [*self._between(more, found), found, *self._between(found, less)]
 
-    def _amid(self, more: Point, less: Point) -> Point | None:
-        """A corner between two points; None where there is none."""
+    def amid(self, more: Point, less: Point) -> Point | None:
+        """A corner between two of them, the first of more seconds and less bytes; None where there is none."""
         if more.seconds <= less.seconds or less.nbytes <= more.nbytes:
             return None
         price = (more.seconds - less.seconds) / (less.nbytes - more.nbytes)

@@ -25,6 +25,7 @@ What is made of a shape:
 
 The search:
     explore           the walk through the shapes of a space
+    walk_limits       how far that goes
     choice            the fastest plan of one stage or of several, over all spaces
     offloading        plans with parameters and optimizer state on the host
     offload_gain      an upper bound of what a step gains by offloading

@@ -13,13 +13,14 @@ from autopar.cluster import Cluster
 from autopar.decisions import rule_notes, tiling_notes
 from autopar.errors import InfeasibleError
 from autopar.joint.background_proof import BackgroundProof
-from autopar.joint.explore import NEAR, NEARER, PRICE_TOLERANCE, Explorer
+from autopar.joint.explore import PRICE_TOLERANCE, Explorer
 from autopar.joint.inside import cut_inside
 from autopar.joint.own_layouts import each_apart
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import FORWARD, FREE, NAIVE, Space, asked, of_recipe
 from autopar.joint.staging import Found
+from autopar.joint.walk_limits import NEAR, NEARER
 from autopar.plan import Alternative, Plan, Predicted
 from autopar.recipes.pipelines import PIPELINES
 from autopar.text import seconds, times

@@ -29,7 +29,7 @@ from functools import cached_property, partial
 
 from autopar.bestfirst import HONED, PRICE_TOLERANCE
 from autopar.errors import InfeasibleError
-from autopar.joint import inside
+from autopar.joint import inside, walk_limits
 from autopar.joint.pipeline_honing import honed
 from autopar.joint.pricing import Pricing
 from autopar.joint.prove import families, must_rerun
@@ -39,7 +39,8 @@ from autopar.joint.shapes import QuickLook, Shape, filled, like_parts, neighbour
 from autopar.joint.spaces import Space
 from autopar.joint.stage_counts import with_other_stages
 from autopar.joint.staging import Found
-from autopar.joint.ways import Beaten, simplest
+from autopar.joint.ways import Beaten, filled_with, simplest
+from autopar.named_strategies import FULL
 from autopar.text import seconds
 
 
@@ -135,22 +136,23 @@ class Explorer:
     def begin(self) -> None:
         """Visit the shape that is like a part of the cluster alone, before all else."""
         for shape in like_parts(self._shapes(), self.context.batch):
-            self.visit(shape, NEARER)
+            self.visit(shape, walk_limits.NEARER)
 
     def probe(self, known_s: float) -> float:
-        """Visit only the starts, in half of the time that is left; not those behind several that are far from the
-        fastest step and hardly get faster. Returns the fastest step known then, `known_s` included. A later walk reuses
-        the results."""
+        """Visit only the starts, and the same with fewer microbatches while memory has room for what these keep, in
+        half of the time that is left; not those behind several that are far from the fastest step and hardly get
+        faster. Returns the fastest step known then, `known_s` included. A later walk reuses the results."""
         self.known_s, self.deadline = min(self.known_s, known_s), self.context.timer.halfway
-        begin = sorted(self._starts(self._shapes()), key=self.floors.__getitem__)
+        shapes = self._shapes()
+        begin = sorted(self._starts(shapes), key=self.floors.__getitem__)
         far, before_s = 0, math.inf
         for left, shape in zip(reversed(range(len(begin))), begin, strict=True):
-            self.visit(shape, NEARER)
-            here_s = self._reached_s(shape)
+            self._slide(shape, shapes, walk_limits.NEARER, roomy=True)
+            here_s = self._least_of(shape)
             if math.isfinite(here_s) and math.isfinite(before_s):
                 at_this_pace_s = here_s * (here_s / before_s) ** left
                 far = far + 1 if min(here_s, at_this_pace_s) > self.least_s * HONED else 0
-            if far == SLOWER_STARTS:
+            if far == walk_limits.SLOWER_STARTS:
                 break
             before_s = here_s
         return self.least_s
@@ -184,7 +186,7 @@ class Explorer:
     def _scatter(self) -> None:
         """Try whether the fastest results get faster if gradients may also be scattered after every microbatch."""
         near = [f for f in self.settled if f.step_s < self.known_s * HONED and f.shape not in self.scattered]
-        for found in sorted(near, key=lambda found: found.step_s)[:SCATTERED]:
+        for found in sorted(near, key=lambda found: found.step_s)[: walk_limits.SCATTERED]:
             self.scattered.add(found.shape)
             if not self._closes and (made := scattered(self.pricing, found)) is not None:
                 self.found[found.shape] = made
@@ -220,22 +222,22 @@ class Explorer:
             f
             for shape, f in self.fit.items()
             if shape not in self.polished
-            and f.step_s <= min(best.step_s * NEARER, self.known_s * HONED)
+            and f.step_s <= min(best.step_s * walk_limits.NEARER, self.known_s * HONED)
             and proven[shape] < min(known_s, best.step_s * (1 - PRICE_TOLERANCE))
         ]
         return None if self._closes else min(near, key=lambda f: (f.step_s, f.shape), default=None)
 
     def _walk(self, shapes: list[Shape]) -> None:
         """Visit the starts, then neighbours of the best shapes, as the module docstring says."""
-        begin = shapes if len(filled(shapes)) <= FEW_SHAPES and not self.wider else self._starts(shapes)
+        begin = shapes if len(filled(shapes)) <= walk_limits.FEW_SHAPES and not self.wider else self._starts(shapes)
         slower, before_s = 0, math.inf
         for shape in sorted(begin, key=self.floors.__getitem__):
-            self._slide(shape, shapes)
+            self._slide(shape, shapes, self._near)
             if self.fit:  # neighbours of what is best are not to wait for starts that come out slower
                 self._climb(shapes)
             here_s = self._least_of(shape)
             slower = slower + 1 if self.least_s * HONED < here_s > before_s else 0
-            if slower == SLOWER_STARTS and begin is not shapes:
+            if slower == walk_limits.SLOWER_STARTS and begin is not shapes:
                 break
             before_s = here_s
         while self._expand(shapes):
@@ -269,7 +271,7 @@ class Explorer:
         for shape in neighbours(at, shapes):
             if self._closes:
                 break
-            self.visit(shape, NEARER)
+            self.visit(shape, walk_limits.NEARER)
             if self._fastest_s < before_s * (1 - PRICE_TOLERANCE):
                 return True
         self.expanded.add(at)
@@ -294,7 +296,7 @@ class Explorer:
     @property
     def _near(self) -> float:
         """The factor on the fastest known step up to which neighbours are visited."""
-        return NEAR if len(filled([*self.floors])) <= MANY_SHAPES else NEARER
+        return walk_limits.NEAR if len(filled([*self.floors])) <= walk_limits.MANY_SHAPES else walk_limits.NEARER
 
     def _promising(self) -> Shape | None:
         """The best shape that is not expanded, if it is near the best of all and time is left. While nothing fits, the
@@ -303,7 +305,7 @@ class Explorer:
             self.hurried = True
             return None
         if self.fit:
-            near_s = self.least_s * (self._near if self.far else NEARER)
+            near_s = self.least_s * (self._near if self.far else walk_limits.NEARER)
             open_ = {
                 shape: f.step_s for shape, f in self.fit.items() if shape not in self.expanded and f.step_s <= near_s
             }
@@ -311,20 +313,29 @@ class Explorer:
         rest = [shape for shape in self.found if shape not in self.expanded and shape not in self.beaten]
         return min(rest, key=lambda shape: (self.floors[shape], shape), default=None)
 
-    def _slide(self, shape: Shape, shapes: list[Shape]) -> None:
-        """Visit `shape`, then the same with fewer and fewer microbatches, as long as the step gets shorter; no step is
-        held against the bound of a beaten one before it."""
+    def _slide(self, shape: Shape, shapes: list[Shape], near: float, *, roomy: bool = False) -> None:
+        """Visit `shape`, then the same with fewer and fewer microbatches, as long as the step gets shorter, and where
+        that is to be `roomy` no block has to run again for it; no step is held against the bound of a beaten one before
+        it."""
         before_s, bounded = math.inf, False
         while True:
-            self.visit(shape, self._near)
+            self.visit(shape, near)
             beaten, here_s = shape in self.beaten, self._reached_s(shape)
             fewer = [s for s in shapes if s.key == shape.key and s.microbatches < shape.microbatches]
             slower = shape in self.found and here_s >= before_s and (beaten or not bounded)
             if not fewer or slower or (beaten and self.wider):  # that: far from what the walk around this one has found
                 return
+            if roomy and not self._has_room(shape, fewer[-1]):
+                return
             if shape in self.found:  # it was left out where so many microbatches take too long to start
                 before_s, bounded = here_s, beaten
             shape = fewer[-1]
+
+    def _has_room(self, shape: Shape, fewer: Shape) -> bool:
+        """Whether the result on a shape leaves room for what `fewer` microbatches keep, of which each keeps more."""
+        rest = self.context.rest_bytes / self.context.request.cluster.devices / self.context.mean_bytes(shape.places)
+        found = self.found.get(shape)
+        return found is not None and filled_with(found, fewer.microbatches, rest) <= FULL
 
     def _reached_s(self, shape: Shape) -> float:
         """Seconds of the result on a shape, or its proven bound where it is beaten; infinite where nothing fits, or it
@@ -339,7 +350,10 @@ class Explorer:
         """Raise the floors of a shape, and of all that are bounded together with it, to what a quick look proves."""
         if self.quick_s is None or shape in self.raised or math.isinf(self.least_s):
             return
-        if must_rerun(self.context, shape, self.pricing.levels[0]) or self.floors[shape] < self.least_s * HOPELESS:
+        if (
+            must_rerun(self.context, shape, self.pricing.levels[0])
+            or self.floors[shape] < self.least_s * walk_limits.HOPELESS
+        ):
             return
         family = next(each for each in families(self.context, self.floors) if shape in each)
         bound_s = self.quick_s(family, self.least_s)
@@ -359,7 +373,7 @@ class Explorer:
         if best is None or best.step_s >= self.known_s * HONED:
             return self._late()
         solving_s = 0.0 if best.shape in self.polished else self.took_s.get(best.shape, 0.0)
-        return self._late(min(solving_s + 2 * inside.takes_s(best), CLOSING * self.context.timer.limit_s))
+        return self._late(min(solving_s + 2 * inside.takes_s(best), walk_limits.CLOSING * self.context.timer.limit_s))
 
     def visit(self, shape: Shape, near: float) -> None:
         """Glance at a shape once, if its floor is below the fastest known step. Pricing ends when the shape is proven
@@ -381,19 +395,3 @@ class Explorer:
             self.beaten[shape] = near, least_s
         except InfeasibleError as error:
             self.why.append(f"{shape}: {error}")
-
-
-NEAR, NEARER = 1.2, 1.05
-"""Factors on the fastest known step: neighbours are visited up to NEARER of it, starts up to NEAR; and so are the
-neighbours of all shapes up to NEAR once what is best is refined, unless there are more than MANY_SHAPES."""
-
-FEW_SHAPES, MANY_SHAPES = 32, 100
-"""A space of at most FEW_SHAPES is visited as a whole; of more than MANY_SHAPES fewer neighbours are (NEARER)."""
-
-SCATTERED = 2  # results for which scattering gradients after every microbatch is tried, each as long as an exact one
-HOPELESS = 0.4  # times the fastest known step: lower floors are hardly raised above it by a quick look
-CLOSING = 0.3  # share of the time limit that is kept at most for the best result when others are visited or solved
-
-SLOWER_STARTS = 2
-"""After so many starts in a row, each slower than the one before and far from the best, no further start is visited; in
-a probe also where each is faster, but by so little that none would come near."""

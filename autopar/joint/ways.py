@@ -93,6 +93,12 @@ def fastest(
     return best
 
 
+def filled_with(found: Found, microbatches: int, rest: float) -> float:
+    """The share of its memory that the fullest place of `found` fills with another number of microbatches, of which
+    stages keep as many as before; `rest`: the least share for weights, gradients and optimizer state, which stay."""
+    return rest + (found.filled - rest) * found.shape.microbatches / microbatches
+
+
 def simplest(results: Sequence[Found], known_s: float) -> Found | None:
     """The simplest of the results that are as fast as the fastest one up to PRICE_TOLERANCE, the accuracy of prices:
     the one with fewest places, then fewest stages, then fewest microbatches; None where there are none.

@@ -13,7 +13,7 @@ import pytest
 from autopar.bestfirst import PRICE_TOLERANCE
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
-from autopar.joint import explore, plan
+from autopar.joint import explore, plan, walk_limits
 from autopar.joint.background_proof import BackgroundProof
 from autopar.joint.choice import _one_stage_is_best, _simpler_plan_note
 from autopar.joint.effort import Effort
@@ -71,7 +71,7 @@ def test_the_walk_finds_what_there_is(cluster: str, room: float, monkeypatch: py
     device = dataclasses.replace(where.device, memory_bytes=int(where.device.memory_bytes * room))
     who = subject("hf-gpt2")
     request = Request(Cluster(where.name, where.levels, device), Settings("train"))
-    monkeypatch.setattr(explore, "FEW_SHAPES", 4)  # so that it walks
+    monkeypatch.setattr(walk_limits, "FEW_SHAPES", 4)  # so that it walks
     context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, request)
     walked = Explorer(context, SEARCH, math.inf, time.monotonic() + 600, quick_s=BackgroundProof(context).quick_s).run()
     best = All(context, SEARCH, math.inf, time.monotonic() + 600).run()
@@ -96,7 +96,7 @@ def test_what_was_beaten_is_only_looked_at_again_where_the_fastest_has_become_sl
         for name, step_s in (("fast", 1.0), ("slow", 1.1))
     }
     walk.found = {**found, shapes["beaten"]: None}
-    walk.beaten = {shapes["beaten"]: (explore.NEARER, 1.0)}
+    walk.beaten = {shapes["beaten"]: (walk_limits.NEARER, 1.0)}
     ((name, step_s),) = polished_s.items()
     vars(walk)["pricing"] = SimpleNamespace(
         proven=proven, exact=lambda before: SimpleNamespace(shape=before.shape, step_s=step_s)
@@ -235,7 +235,7 @@ def test_more_places_are_not_begun_with_where_steps_get_longer_and_longer(
     walk = Explorer(context, SEARCH, math.inf, math.inf)
     walk.floors = dict.fromkeys(shapes, 0.1)
     vars(walk)["pricing"] = SimpleNamespace(proven={}, glance=lambda shape, *bounds_s: result(shape, took_s[shape]))
-    monkeypatch.setattr(explore, "FEW_SHAPES", 4)
+    monkeypatch.setattr(walk_limits, "FEW_SHAPES", 4)
     monkeypatch.setattr(explore, "neighbours", lambda shape, among: [])
     walk._walk(shapes)
     assert [shape.places for shape in walk.found] == visited
@@ -268,7 +268,7 @@ def test_the_first_neighbour_that_is_faster_is_gone_on_with() -> None:
     walk = Explorer(context, SEARCH, math.inf, math.inf)
     walk.floors = dict.fromkeys(took_s, 0.1)
     vars(walk)["pricing"] = SimpleNamespace(proven={}, glance=lambda shape, *bounds_s: result(shape, took_s[shape]))
-    walk.visit(line[0], explore.NEAR)
+    walk.visit(line[0], walk_limits.NEAR)
     walk._climb([*took_s])
     assert [*walk.found][:4] == line and len(walk.found) > 4
     assert walk.expanded == {line[-1]}
@@ -312,7 +312,7 @@ def test_shapes_that_a_quick_look_proves_to_be_slower_are_not_visited(
         proven={}, levels=("none",), glance=lambda shape, *bounds_s: SimpleNamespace(shape=shape, step_s=1.0)
     )
     for shape in shapes:
-        walk.visit(shape, explore.NEAR)
+        walk.visit(shape, walk_limits.NEAR)
     assert looks == looked and {shape.places for shape in walk.found} == visited
     assert len(walk.found) == 2 * len(visited)
     assert {shape.places for shape, floor_s in walk.proven.items() if floor_s == 1.2} == ({2} if looked else set())

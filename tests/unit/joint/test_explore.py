@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autopar.joint import choice, explore, inside
+from autopar.joint import choice, explore, inside, walk_limits
 from autopar.joint.explore import Explorer
 from autopar.joint.shapes import Shape, like_parts
 from autopar.joint.spaces import SEARCH
@@ -70,8 +70,37 @@ def test_the_bound_of_what_is_beaten_says_nothing_against_fewer_microbatches() -
     walk.floors, walk.pricing.proven = dict.fromkeys(shapes, 0.0), {shapes[-1]: 7.0}  # type: ignore[misc]  # a stub
     walk.beaten[shapes[-1]] = 1.2, 5.4
     walk.visit = visit  # type: ignore[method-assign]  # a stub
-    walk._slide(shapes[-1], shapes)
+    walk._slide(shapes[-1], shapes, walk_limits.NEAR)
     assert [shape.microbatches for shape in walk.found] == [16, 8, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("steps_s", "filled", "visited"),
+    [
+        ({16: 9.0, 8: 7.0, 4: 6.0, 2: 5.0}, {16: 0.3, 8: 0.5, 4: 0.8}, [16, 8, 4]),  # 2 would fill 1.4 of the memory
+        ({16: 9.0, 8: 7.0, 4: 7.5, 2: 5.0}, {16: 0.25, 8: 0.3, 4: 0.4}, [16, 8, 4]),
+        ({16: 9.0, 8: 7.0}, {16: 0.7}, [16]),
+        ({16: INF, 8: 7.0}, {}, [16]),
+    ],
+)
+def test_a_probe_goes_to_fewer_microbatches_while_there_is_room(
+    steps_s: dict[int, float], filled: dict[int, float], visited: list[int]
+) -> None:
+    """Two tenths of the memory are for weights and their state."""
+    walk = Starts([])
+    walk.context.rest_bytes, walk.context.mean_bytes = 0.2 * 4 * 100.0, lambda places: 100.0  # type: ignore[misc,method-assign]  # a stub
+    walk.context.request = SimpleNamespace(cluster=SimpleNamespace(devices=4))  # type: ignore[assignment]  # a stub
+    walk.steps_s = {Shape(2, (2,), microbatches): step_s for microbatches, step_s in sorted(steps_s.items())}
+    walk._starts = lambda shapes: shapes[-1:]  # type: ignore[method-assign]  # a stub
+
+    def visit(shape: Shape, near: float) -> None:
+        Starts.visit(walk, shape, near)
+        if (found := walk.found[shape]) is not None:
+            vars(found).update(shape=shape, filled=filled.get(shape.microbatches, 1.0))
+
+    walk.visit = visit  # type: ignore[method-assign]  # a stub
+    assert walk.probe(INF) == min(steps_s[microbatches] for microbatches in visited)
+    assert [shape.microbatches for shape in walk.found] == visited
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from autopar.bestfirst import PRICE_TOLERANCE
 from autopar.cluster import Cluster
 from autopar.cluster.mixed import join
 from autopar.errors import InfeasibleError
-from autopar.joint import explore, one_part, staging
+from autopar.joint import one_part, staging, walk_limits
 from autopar.joint.explore import Explorer
 from autopar.joint.place_kinds import Weights
 from autopar.joint.search_context import SearchContext
@@ -124,7 +124,7 @@ def test_a_small_device_limits_one_stage() -> None:
 @pytest.mark.slow
 def test_the_walk_finds_what_there_is(times: float, memory: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """As tests/unit/joint/test_choice.py has it, of all shapes, timetables and orders of the parts."""
-    monkeypatch.setattr(explore, "FEW_SHAPES", 4)
+    monkeypatch.setattr(walk_limits, "FEW_SHAPES", 4)
     who = subject("hf-gpt2")
     context = SearchContext(
         who.captured.gm, {**who.captured.hints, "b": 8}, Request(two_kinds("cpu:1x2", times, memory), Settings("train"))

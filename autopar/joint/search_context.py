@@ -276,9 +276,7 @@ class SearchContext:
         solution = (
             ilp.search(problem, time_limit_s=SHAPE_SOLVE_S, seed=self.request.seed, gap=SOLVED)
             if exact
-            else ilp.glance(
-                problem, time_limit_s=SHAPE_SOLVE_S, cutoff_s=cutoff_s / trust, twice=True, start=start, sized=False
-            )
+            else ilp.glance(problem, time_limit_s=SHAPE_SOLVE_S, cutoff_s=cutoff_s / trust, start=start, sized=False)
         )
         bound_s, asked = trust * solution.bound_s, self.request.remat != "auto"
         return Chosen(models, model, solution, level, table.places > 1, asked, bound_s)

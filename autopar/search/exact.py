@@ -21,7 +21,7 @@ from autopar.problem.types import Picks, Problem
 from autopar.search import dual
 from autopar.search.descent import better, descend
 from autopar.search.model import Linear, build
-from autopar.search.solver import GLOP, HIGHS, Answer, is_integral, read_choice, solve
+from autopar.search.solver import HIGHS, Answer, is_integral, read_choice, solve
 
 GAP = 1e-7  # relative: closer than this is called optimal
 _DUAL_SHARE = 0.25  # of the time limit, at most, for message passing
@@ -111,6 +111,17 @@ def minimise(
     return Exact(run.best, run.bound_s, note)
 
 
+def relaxed(problem: Problem, known: tuple[int, ...], seen: dual.Bound, *, time_limit_s: float, seed: int = 0) -> Exact:
+    """What one linear program over the choices that message passing left (`seen`, and `known`, the better solution)
+    proves and finds, from its rounded solution by descent."""
+    kept = [np.arange(len(node.labels)) for node in problem.nodes]
+    run = _Run(problem, problem, kept, known, 0.0, time.perf_counter() + time_limit_s, seed, np.inf, 0.0)
+    run.raise_bound(seen.bound_s)
+    run.shrink(seen.keep)
+    note = f"LP, {_relax(run) or 'fractional'}"
+    return Exact(run.best, run.bound_s, note)
+
+
 def _solve(run: _Run, dual_s: float) -> str:
     """Improve `run` until it is closed or time is up. Returns a note on the steps that were needed."""
     deadline = min(run.deadline, time.perf_counter() + dual_s)
@@ -138,20 +149,20 @@ def _relax(run: _Run) -> str:
     """Solve one LP: take its bound and its rounded solution, and drop the choices that its reduced costs rule out.
     Returns why `run` is to end, "" to go on."""
     model = build(run.problem)
-    relaxed = solve(model, GLOP, integer=False, time_limit_s=run.left_s, seed=run.seed, from_dual=True)
-    if relaxed.status == "infeasible":  # only for rounding: the best solution is always part of the problem
+    answer = solve(model, HIGHS, integer=False, time_limit_s=run.left_s, seed=run.seed)
+    if answer.status == "infeasible":  # only for rounding: the best solution is always part of the problem
         return "infeasible to the solver's tolerance"
-    if relaxed.status != "optimal" or relaxed.values is None:
+    if answer.status != "optimal" or answer.values is None:
         return "time was up"
-    run.raise_bound(relaxed.objective * model.time_unit_s)
-    rounded = read_choice(relaxed.values, model)
+    run.raise_bound(answer.objective * model.time_unit_s)
+    rounded = read_choice(answer.values, model)
     run.offer(rounded)
-    if is_integral(relaxed.values, model):
+    if is_integral(answer.values, model):
         return "integral"
     run.offer(descend(run.problem, rounded, run.deadline))
     if run.left_s <= 0:
         return "fractional, no time left"
-    run.shrink(_by_reduced_cost(run, model, relaxed))
+    run.shrink(_by_reduced_cost(run, model, answer))
     return ""
 
 

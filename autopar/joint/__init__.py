@@ -12,6 +12,7 @@ What is made of a shape:
     shared_results    results that contexts share which differ in memory limit, recipe or offloading
     shape_models      builds the Problems of a shape
     shape_problems    the Problems of a shape, and a solution with its costs per piece
+    sends             what a pipeline waits for its sends, in its Problem
     staging           cuts a solution into stages, times the step and counts its memory
     stage_times       seconds of each stage, and of the sends between stages
     pricing           the best plan of a shape: solved, then cut and timed under every timetable

@@ -38,7 +38,7 @@ SHIFTED = 0.05
 glance that are slower by more are not laid out."""
 
 HIDDEN = 0.1
-"""Relative: how much faster than its linear price says a pipeline may be as other work overlaps sums of gradients."""
+"""Relative: how much faster than its linear price says a pipeline may be as other work overlaps sends."""
 
 
 @dataclass(eq=False)
@@ -164,7 +164,10 @@ class Pricing:
             ways += self._kept_otherwise(found, solved)
             yield from sorted(ways, key=lambda way: way.step_s)[:OTHERS]
 
+        known = {(best.table, best.ground.kinds, *best.chosen.key)} if best is not None else set()
         for number, other in enumerate(others()):
+            if (other.table, other.ground.kinds, *other.chosen.key) in known:
+                continue
             if best is not None and (
                 best.step_s <= other.step_s * (1 + PRICE_TOLERANCE if other.table.stages == 1 else 1 - SHIFTED)
                 or (number and late())
@@ -259,16 +262,15 @@ class Pricing:
         alone, shortest = shape.places == 1, min(table.length for table in tables)
         slack = least.length / shortest / self._eased(shape, level) * (1 + HIDDEN * (not alone))
         solve = partial(self.context.solve, models, least, level, each=each, spare_bytes=spare_bytes)
-        chosen = solve(exact=exact, cutoff_s=cutoff_s * slack, start=start, beside=alone)
+        chosen = solve(exact=exact, cutoff_s=cutoff_s * slack, start=start)
         proven_s = chosen.bound_s / slack
         if bounds is not None:
             bounds.append(proven_s)
         if proven_s >= cutoff_s:
             raise Beaten(proven_s, full=chosen.counted_bytes >= FULL * self.context.mean_bytes(shape.places))
-        tried = [chosen]  # what only some work overlaps, all passes do in one Problem, and none in the other
-        if (exact or alone) and models.sums and not late():
-            start = None if alone else chosen.solution.choice
-            tried.append(solve(exact=exact and alone, start=start, beside=not alone))
+        tried = [chosen]
+        if alone and models.sums and not late():  # all passes overlap sums in one Problem, none in the other
+            tried.append(solve(exact=exact, beside=False))
         ways = itertools.product(sorted(tables, key=lambda t: t.length), self.context.grounds(shape), tried)
 
         lay_out = self.laid_exactly if exact else self._glanced
@@ -278,8 +280,8 @@ class Pricing:
             if not exact or not error.missing_bytes:
                 raise
             raise self.overfull(shape, tried, error) from error
-        if exact and tried[1:] and not alone and not each and not late():
-            self._note_glances(best, tried[1])
+        if exact and models.sums and not alone and not each and not late():
+            self._note_glances(best, chosen)
         return best
 
     def _glanced(self, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen) -> Found:

@@ -17,6 +17,7 @@ from autopar.cluster import Device, Mesh, Places
 from autopar.errors import PlanError
 from autopar.joint import shape_models
 from autopar.joint.place_kinds import Ground, grounds
+from autopar.joint.sends import with_sends
 from autopar.joint.shape_problems import Chosen, Mixed, Models
 from autopar.joint.shapes import QuickLook, Shape, fewest, sample_groups
 from autopar.joint.shared_results import ProgramResults, WeightTotals
@@ -271,7 +272,7 @@ class SearchContext:
         limit_bytes = self.mean_bytes(table.places) - spare_bytes
         once = models.once if beside else replace(models.once, problem=models.once.problem.shown())
         model = combined(models.at(level), once, share, limit_bytes)
-        model = model if each else model.without(models.scattering_each)
+        model = with_sends(self, model if each else model.without(models.scattering_each), table)
         problem = model.problem
         solution = (
             ilp.search(problem, time_limit_s=SHAPE_SOLVE_S, seed=self.request.seed, gap=SOLVED)

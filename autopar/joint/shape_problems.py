@@ -138,6 +138,12 @@ class Chosen:
         return [self._pieces(models) for models in self.models.kinds]
 
     @property
+    def key(self) -> tuple[object, ...]:
+        """What the layouts are and what blocks keep, to tell equal choices."""
+        kept = None if self.kept is None else tuple((scope, tuple(names)) for scope, names in self.kept.items())
+        return self.solution.choice, self.level, self.all_again, kept
+
+    @property
     def counted_bytes(self) -> float:
         """The bytes of a place that the Problem counts for the solution."""
         return self.model.problem.price(self.solution.choice).memory_bytes

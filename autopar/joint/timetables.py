@@ -76,6 +76,7 @@ SEARCHED = (
 )
 
 WORTH_GAIN = 0.02  # relative: more stages per place are tried where the step is shorter by so much
+SENT = 0.1  # of the forward of a stage: how long a send takes by which it is found how many of them a step waits for
 FINER = 1.25  # factor from each number of stages per place to the next, of those that the fastest result is tried with
 
 
@@ -172,6 +173,15 @@ class Timetable:
         split = self.schedule.splits_backward
         even = StageTime(third, third if split else 2 * third, third if split else 0.0)
         return max(self.ends_s([even] * self.stages))
+
+    @cached_property
+    def waits(self) -> float:
+        """How many of its sends a step waits for, where stages are even and each send takes SENT of the forward of
+        one."""
+        third, sent_s = 1 / (3 * self.stages), SENT / (3 * self.stages)
+        split = self.schedule.splits_backward
+        even = StageTime(third, third if split else 2 * third, third if split else 0.0, sent_s)
+        return (max(self.ends_s([even] * self.stages)) - self.length) / sent_s
 
     @property
     def least_length(self) -> float:

@@ -116,8 +116,10 @@ def test_what_is_slower_with_all_the_memory_than_what_is_known_keeps_what_a_leve
     least_s = Pricing(context, SEARCH).glance(shape, math.inf).step_s
     pricing = short(shape, 0.65)
     level = Levels(pricing.context, SEARCH).glance(shape, math.inf)
-    best, near, far = (pricing.glance(shape, math.inf, known_s) for known_s in (math.inf, 1.01 * least_s, least_s / 2))
-    assert least_s < best.step_s < level.step_s
+    best = pricing.glance(shape, math.inf)
+    with_room_s = pricing._roomy_s(level)
+    near, far = (pricing.glance(shape, math.inf, known_s) for known_s in (1.01 * with_room_s, 0.99 * with_room_s))
+    assert least_s <= with_room_s < best.step_s < level.step_s
     assert (near.step_s, far.step_s) == (best.step_s, level.step_s)
 
 

@@ -31,6 +31,7 @@ from autopar.problem.settings import Settings
 from autopar.recipes.pipelines import PIPELINES, PipelineRecipe
 from autopar.recipes.roles import scattering
 from autopar.request import Request
+from autopar.search import ilp
 from autopar.timer import Timer
 from tests.helpers.planned import graph
 from tests.helpers.verify import subject
@@ -94,7 +95,7 @@ def test_once_time_is_up_the_exact_solution_and_that_of_the_glance_are_enough(
     late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a pipeline of 128 stages each of the others takes seconds. That it comes out slower than at the glance is what
-    makes them worth a try."""
+    makes them worth a try. (Both are the same here, which is laid out once.)"""
     pricing, found = glanced()
     pricing.context.timer = timer = Timer(0.0 if late else math.inf)
     tried: list[Kind] = []
@@ -107,7 +108,7 @@ def test_once_time_is_up_the_exact_solution_and_that_of_the_glance_are_enough(
     monkeypatch.setattr(module, "lay", slower)
     exact = pricing.exact(found)
     assert exact is not None and timer.hurried == late
-    assert tried == [found.table.kind] * 2 if late else len({*tried}) > 1
+    assert tried == [found.table.kind] if late else len({*tried}) > 1
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -254,9 +255,12 @@ def test_zero_bubble_schedules_get_stages_that_can_be_taken_apart(
 
 
 @pytest.mark.parametrize("memory_mib", [150, 210])
-def test_a_glance_at_what_can_be_taken_apart_begins_at_the_choices_of_all(memory_mib: int) -> None:
-    """Begun from nothing it ends, with 210 MiB, at a solution that takes 1.5 times as long. With 150 MiB the choices of
-    all gather weights again."""
+def test_a_glance_at_what_can_be_taken_apart_begins_at_the_choices_of_all(
+    memory_mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Begun from nothing it ends, with 210 MiB, at a solution that takes 1.4 times as long, if no linear program is
+    solved, as of larger models. With 150 MiB the choices of all gather weights again."""
+    monkeypatch.setattr(ilp, "FEW_CHOICES", 0)
     request = Request(Cluster.parse("l4:2x4"), Settings("train"), memory_bytes=memory_mib * 2**20)
     context = SearchContext(graph(8), {"b": 16384}, request)
     pricing, shape = Pricing(context, SEARCH), Shape(2, (4,), 4)
@@ -270,7 +274,7 @@ def test_a_glance_at_what_can_be_taken_apart_begins_at_the_choices_of_all(memory
 
     assert models.separable.micro.problem.price(start).feasible == (memory_mib == 210)
     assert time_s(exact=False, start=start) == pytest.approx(time_s(exact=True))
-    assert (time_s(exact=False) > 1.5 * time_s(exact=True)) == (memory_mib == 210)
+    assert (time_s(exact=False) > 1.4 * time_s(exact=True)) == (memory_mib == 210)
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])

@@ -108,3 +108,25 @@ def test_blocks_that_are_a_stage_each_are_tried(kind: Kind) -> None:
     assert [*Kind("1f1b").decided(16, 16, 126)] == [Kind("1f1b")]
     # where the pipeline is always full there is nothing to wait for
     assert [each.virtual for each in kind.decided(4, 1024, 126)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "places", "microbatches", "waits"),
+    [
+        (Kind("gpipe"), 4, 16, 6),  # the first microbatch waits up, the last one back down
+        (Kind("gpipe"), 2, 2, 2),
+        (Kind("interleaved_1f1b", 4), 16, 16, 126),  # all of one microbatch: as many as there are hops, twice
+    ],
+)
+def test_a_step_waits_for_these_sends(kind: Kind, places: int, microbatches: int, waits: int) -> None:
+    assert Timetable(kind, places, microbatches).waits == pytest.approx(waits)
+
+
+@pytest.mark.parametrize("kind", [Kind("1f1b"), Kind("interleaved_1f1b", 3), Kind("zbv_zero_bubble", 2)])
+@pytest.mark.parametrize("places", [2, 4])
+def test_no_step_waits_for_fewer_sends_than_one_microbatch_or_for_more_than_one_after_the_other(
+    kind: Kind, places: int
+) -> None:
+    table = Timetable(kind, places, 2 * places)
+    hops = sum(one != other for one, other in itertools.pairwise(table.at))
+    assert places - 1 <= table.waits <= 2 * hops * table.microbatches

@@ -93,13 +93,9 @@ def solve(
     time_limit_s: float,
     seed: int = 0,
     gap: float = 1e-9,
-    from_dual: bool = False,
 ) -> Answer:
     """Solve `model` with the solver `kind`, one thread and at most `time_limit_s` seconds (inf: no limit); `gap` is
     relative and only for `integer`.
-
-    `from_dual` solves an LP by the dual simplex: as no cost is negative, the dual has a feasible point to begin with,
-    which the primal simplex has to look for. Large LPs of layouts take a fourth of the time, small ones as long.
 
     Where GLOP gives up because its answer is not exact enough, HiGHS solves the model: it scales rows and columns
     differently. Raises SolverError with the message of OR-tools when the solver fails.
@@ -116,8 +112,6 @@ def solve(
         params.threads = 1
     if integer:
         params.relative_gap_tolerance = gap
-    if from_dual:
-        params.lp_algorithm = parameters_pb2.LP_ALGORITHM_DUAL_SIMPLEX
     result = _call(proto, kind, params)
     if kind == GLOP and result.termination.reason in _IMPRECISE:
         return solve(

@@ -222,7 +222,7 @@ class Explorer:
             f
             for shape, f in self.fit.items()
             if shape not in self.polished
-            and f.step_s <= min(best.step_s * walk_limits.NEARER, self.known_s * HONED)
+            and f.step_s <= min(best.step_s * walk_limits.GAINED, self.known_s * HONED)
             and proven[shape] < min(known_s, best.step_s * (1 - PRICE_TOLERANCE))
         ]
         return None if self._closes else min(near, key=lambda f: (f.step_s, f.shape), default=None)

@@ -81,14 +81,22 @@ def nowhere() -> Elsewhere:
     return Elsewhere(lambda known_s: math.inf)
 
 
-def first_look(planner: Planner, meshes: Sequence[Mesh], timer: Timer, alone_s: float, elsewhere: Elsewhere) -> Look:
+def first_look(
+    planner: Planner,
+    meshes: Sequence[Mesh],
+    timer: Timer,
+    alone_s: float,
+    elsewhere: Elsewhere,
+    until: float = math.inf,
+) -> Look:
     """A glance at every mesh, under the rematerialisation that `planner.remat` says; `alone_s` is the fastest known
-    step of one stage."""
+    step of one stage, and `until` the time (time.monotonic) that glances may take where pipelines are yet to be
+    searched."""
     known_s = min(alone_s, elsewhere.seconds)
-    if FAR * planner.work(planner.open_levels[0]).step_s(planner.request.cluster.devices, 1, 1) < known_s < math.inf:
-        # what is known so far (recipes) is a poor cutoff for the glances: pipelines may give a better one
+    if FAR * planner.work(planner.open_levels[0]).step_s(planner.request.cluster.devices, 1, 1) < known_s:
+        # what is known so far (recipes) is a poor cutoff for the glances, or nothing fits: pipelines may give a better
         elsewhere.asked(known_s)
-    look = Look(planner, timer, elsewhere, alone_s)
+    look = Look(planner, timer, elsewhere, alone_s, until=until)
     look.glance(meshes)
     return look
 
@@ -102,6 +110,7 @@ class Look:
     honed       solutions that were improved or solved
     bounds      the proven lower bounds in seconds, one per mesh
     glanced_s   the fastest step of one stage before anything was honed
+    until       the time (time.monotonic) after which nothing is glanced at while pipelines are yet to be searched
     """
 
     planner: Planner
@@ -112,6 +121,7 @@ class Look:
     honed: list[Candidate] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
     glanced_s: float = math.inf
+    until: float = math.inf
 
     def finished(self, alone_s: float, until: float = math.inf) -> tuple[Candidate | None, float]:
         """Hone, solve and fill (see the module docstring); the best solution that fits (None where none does) and the
@@ -149,7 +159,7 @@ class Look:
             yield from _unfolded(self.seen, self.known_s, meshes) if planner.request.mesh is None else ()
 
         for sizes in chain(meshes, nearest()):
-            if self.known_s < math.inf and self.timer.skips():
+            if self.known_s < math.inf and self.timer.skips(self._until(self.until)):
                 self.bounds.append(0.0)  # nothing is proven about the meshes that are left out
                 return
             planner.request.say(f"search on {times(sizes)}")

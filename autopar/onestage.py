@@ -107,14 +107,19 @@ class _Level:
         """The step time of `fastest`; infinite where there is none."""
         return _seconds(self.fastest)
 
-    def begin(self, alone_s: float) -> None:
+    def begin(self, alone_s: float, until: float) -> None:
         """Glance at all meshes, given the fastest known step of one stage, `alone_s`. Where none is known yet, the
-        recipes are priced first."""
+        recipes are priced first. `until` as in Look."""
         if math.isinf(alone_s) or not looks(self.planner.request):
             self.name_recipes(alone_s)
         if looks(self.planner.request):
             self.look = first_look(
-                self.planner, searched_meshes(self.planner), self.timer, min(alone_s, self.fastest_s), self.elsewhere
+                self.planner,
+                searched_meshes(self.planner),
+                self.timer,
+                min(alone_s, self.fastest_s),
+                self.elsewhere,
+                until,
             )
             if self.remat and self.planner.request.remat == "auto":
                 self.run_partly_again(alone_s)
@@ -190,6 +195,7 @@ class _Levels:
     def search(self) -> None:
         """Go through the levels until the rest promises nothing, or time is up."""
         begun: list[_Level] = []
+        until = self.timer.after(ALONE)
         for name in self.planner.open_levels:
             if self._enough(name):
                 self._finish(begun)
@@ -198,7 +204,7 @@ class _Levels:
                 begun = []
             for _ in _fitting(self.planner, [name], self.full):
                 level = _Level(name, self.planner, self.timer, self.elsewhere, self.planner.remat)
-                level.begin(self.fastest_s)
+                level.begin(self.fastest_s, until)
                 self.looked.append(level)
                 begun.append(level)
         self._finish(begun)

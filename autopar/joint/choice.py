@@ -4,6 +4,7 @@ over its spaces one after the other. Called by joint.anywhere (`best`) and joint
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -69,9 +70,12 @@ def best(context: SearchContext, **about: Any) -> Plan:
 
 
 def _probed(walks: Sequence[Explorer], known_s: float) -> float:
-    """The fastest step known after the starts of all walks were visited, `known_s` included."""
+    """The fastest step known after the starts of all walks were visited, `known_s` included. Steps are longer than
+    their floors by at least as much in the walks that come later as in those before."""
+    longer = 1.0
     for walk in walks:
-        known_s = walk.probe(known_s)
+        known_s = walk.probe(known_s, longer)
+        longer = min((found.step_s / walk.floors[shape] for shape, found in walk.fit.items()), default=longer)
     return known_s
 
 
@@ -98,8 +102,11 @@ def staged(
     walks: list[Explorer] = []
     for space in spaces:
         wider = context.roomy if space in FREE else _proven(walks)
-        until = deadline if known_s < math.inf else deadline + context.timer.limit_s
-        before = next((walk for walk in begun if walk.space == space), None) or Explorer(context, space, known_s, until)
+        before = next((walk for walk in begun if walk.space == space), None) or Explorer(
+            context, space, known_s, deadline
+        )
+        known = known_s < math.inf or before.fit  # what fits at a glance is solved, whatever the time
+        until = deadline if known else max(deadline, time.monotonic()) + context.timer.limit_s
         walk = before.again(known_s, until, wider, reach)
         walks.append(walk)
         found = _searched(context, walk, known_s)

@@ -138,13 +138,15 @@ class Explorer:
         for shape in like_parts(self._shapes(), self.context.batch):
             self.visit(shape, walk_limits.NEARER)
 
-    def probe(self, known_s: float) -> float:
+    def probe(self, known_s: float, longer: float = 1.0) -> float:
         """Visit only the starts, and the same with fewer microbatches while memory has room for what these keep, in
         half of the time that is left; not those behind several that are far from the fastest step and hardly get
-        faster. Returns the fastest step known then, `known_s` included. A later walk reuses the results."""
+        faster, nor those whose floor is above it where steps are `longer` than floors. Returns the fastest step known
+        then, `known_s` included. A later walk reuses the results."""
         self.known_s, self.deadline = min(self.known_s, known_s), self.context.timer.halfway
         shapes = self._shapes()
-        begin = sorted(self._starts(shapes), key=self.floors.__getitem__)
+        hoped = [shape for shape in self._starts(shapes) if self.floors[shape] * longer <= self.least_s]
+        begin = sorted(hoped, key=self.floors.__getitem__)
         far, before_s = 0, math.inf
         for left, shape in zip(reversed(range(len(begin))), begin, strict=True):
             self._slide(shape, shapes, walk_limits.NEARER, roomy=True)

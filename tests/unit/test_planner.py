@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.bestfirst import HONED, PRICE_TOLERANCE, Look, _unfolded, first_look, nowhere
+from autopar.bestfirst import HONED, PRICE_TOLERANCE, Elsewhere, Look, _unfolded, first_look, nowhere
 from autopar.candidate import Candidate
 from autopar.capture import capture
 from autopar.cluster import Cluster
@@ -105,6 +106,41 @@ def test_what_may_not_fit_is_no_step_that_others_have_to_beat() -> None:
     )
     look = first_look(planner, list(made), Timer(60.0), 0.98, nowhere())
     assert look.best is made[2, 4] and look.known_s == 0.95
+
+
+@pytest.mark.parametrize(
+    ("known_s", "left_s", "order"),
+    [
+        (math.inf, 60.0, ["pipelines", (8,), (2, 4)]),  # no recipe fits
+        (1.9, 60.0, [(8,), (2, 4)]),
+        (2.1, 60.0, ["pipelines", (8,), (2, 4)]),
+        (2.1, -1.0, ["pipelines"]),
+    ],
+)
+def test_pipelines_come_first_where_nothing_fits_or_far_slower_plans_do(
+    known_s: float, left_s: float, order: list[object]
+) -> None:
+    """The least work is 0.5 s. Meshes are left out for pipelines that wait, where there is no time for both."""
+    cluster, seen = Cluster.parse("h100:2x4"), list[object]()
+
+    def made(sizes: tuple[int, ...], used: object, name: str, solve: object, cutoff_s: float) -> Candidate:
+        seen.append(sizes)
+        return replace(candidate("search", 1.0), mesh=cluster.mesh(sizes), peak_bytes=1.0)
+
+    def ask(known_s: float) -> float:
+        seen.append("pipelines")
+        return 1.5
+
+    planner: Any = SimpleNamespace(
+        open_levels=("none",),
+        work=lambda level: SimpleNamespace(step_s=lambda *shape: 0.5),
+        wary=lambda found, below_s, time_limit_s: found,
+        request=SimpleNamespace(cluster=cluster, mesh=(8,), say=lambda text: None),
+        candidate=made,
+    )
+    until = time.monotonic() + left_s
+    first_look(planner, [(8,), (2, 4)], Timer(60.0), known_s, Elsewhere(ask), until)
+    assert seen == order
 
 
 def test_a_glance_does_not_end_at_what_honing_may_make_the_fastest() -> None:

@@ -15,9 +15,10 @@ from autopar.bestfirst import Elsewhere
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import UNPROVEN, background_proof, fastest
+from autopar.joint.choice import staged
 from autopar.joint.explore import Explorer
 from autopar.joint.search_context import SearchContext
-from autopar.joint.spaces import FREE, Space
+from autopar.joint.spaces import FREE, SEARCH, Space
 from autopar.onestage import SIMPLER, plan_with
 from autopar.plan import Plan
 from autopar.planner import Planner
@@ -112,6 +113,18 @@ def test_what_is_found_in_no_time_at_all_splits_the_work() -> None:
     made = fastest(SearchContext(graph(), {"b": 4 * BATCH}, request), model="stack", graph_hash="0" * 64)
     tried = {row.name: row.step_s for row in made.alternatives}
     assert made.strategy != "single" and "single" not in tried, (made.strategy, tried)
+
+
+@pytest.mark.parametrize("glanced", [False, True])
+def test_what_is_not_yet_answered_when_time_is_up_gets_the_time_for_an_answer(*, glanced: bool) -> None:
+    """The search for plans of one stage found none, and took longer than the whole limit."""
+    context = SearchContext(graph(), {"b": 4 * BATCH}, Request(Cluster.parse("h100:1x4"), time_limit_s=60.0))
+    walk = Explorer(context, SEARCH, math.inf, math.inf)
+    walk.probe(math.inf)
+    before = len(walk.found)
+    context.timer.ends_at = time.monotonic() - 2 * context.timer.limit_s
+    staged(context, [SEARCH], None, {"model": "stack", "graph_hash": "0" * 64}, [walk] if glanced else [])
+    assert len(walk.found) == before > 0, "what was looked at is enough where some of it fits"
 
 
 def test_a_pipeline_that_no_time_was_left_for_is_not_said_to_fit_nowhere() -> None:

@@ -57,6 +57,23 @@ def test_a_probe_leaves_out_what_hardly_gets_faster(steps_s: Sequence[float], vi
     assert len(walk.found) == visited
 
 
+@pytest.mark.parametrize(("floor_s", "visited"), [(0.4, 1), (0.6, 0)])
+def test_a_second_probe_leaves_out_what_cannot_be_near_its_floor(floor_s: float, visited: int) -> None:
+    """Of one kind of pipelines the steps found are 2 and 3 times as long as their floors, the fastest 1 s."""
+    first, second = Starts([1.0, 1.2]), Starts([0.9])
+    floors = {first: [0.5, 0.4], second: [floor_s]}
+    for walk, its in floors.items():
+        walk._shapes = lambda walk=walk, its=its: _floored(walk, its)  # type: ignore[method-assign,misc]  # a stub
+    assert choice._probed([first, second], INF) == (0.9 if visited else 1.0)
+    assert len(second.found) == visited
+
+
+def _floored(walk: Starts, floors_s: Sequence[float]) -> list[Shape]:
+    """The shapes of a walk, with floors."""
+    walk.floors = dict(zip(walk.steps_s, floors_s, strict=True))
+    return [*walk.steps_s]
+
+
 def test_the_bound_of_what_is_beaten_says_nothing_against_fewer_microbatches() -> None:
     """Of 16 microbatches only a bound is known; 8 take longer than that, and 4 are the fastest."""
     steps_s = {16: INF, 8: 8.7, 4: 6.2, 2: 6.5, 1: 1.0}

@@ -15,6 +15,8 @@ What is made of a shape:
     sends             what a pipeline waits for its sends, in its Problem
     staging           cuts a solution into stages, times the step and counts its memory
     stage_times       seconds of each stage, and of the sends between stages
+    floors            lower bounds of a shape, before any Problem of it is solved
+    spare_room        memory that runs take beyond the sum of pieces, left free by glances
     pricing           the best plan of a shape: solved, then cut and timed under every timetable
     ways              the fastest of some ways to run a solution, the simplest of some results
     scattering        plans that scatter gradients after every microbatch

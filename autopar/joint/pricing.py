@@ -8,24 +8,23 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 from autopar.bestfirst import PRICE_TOLERANCE
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import InfeasibleError
+from autopar.joint.floors import Floors
 from autopar.joint.kept_results import Fuller, opens
-from autopar.joint.offload_gain import least_s
 from autopar.joint.place_kinds import Ground
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shape_problems import Chosen, Models
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import Space, Used
+from autopar.joint.spare_room import Spare
 from autopar.joint.staging import Found, lay
-from autopar.joint.timetables import Kind, Timetable, timetable
+from autopar.joint.timetables import Timetable, runnable
+from autopar.joint.walk_limits import GAINED
 from autopar.joint.ways import Beaten, Glance, Overfull, even_s, fastest, leaving_room
 from autopar.named_strategies import FULL
-from autopar.pipeline.schedules import SCHEDULES
-from autopar.problem.time_floor import least_wait
-from autopar.text import gibibytes
 
 TABLES = 3
 """Timetables for which it is tried what blocks that run again may keep, as each try costs a price: the fastest ones."""
@@ -46,8 +45,9 @@ class Pricing:
     """Prices the shapes of one space.
 
     `proven` is a lower bound in seconds for each shape that was priced (an estimate for pipelines, `HIDDEN`, and where
-    only some blocks are run again, `_eased`). `roomy` is the step time of those for which more memory would not help (a
-    lower bound of it where they are beaten). `laid` are all results of the glances.
+    only some blocks are run again, Floors.eased). `roomy` is the step time of those for which more memory would not
+    help (a lower bound of it where they are beaten). `laid` are all results of the glances, `spare` is the room that
+    these leave.
     """
 
     context: SearchContext
@@ -55,12 +55,32 @@ class Pricing:
     proven: dict[Shape, float] = field(default_factory=dict)
     roomy: dict[Shape, float] = field(default_factory=dict)
     laid: dict[Shape, list[Glance]] = field(default_factory=dict)
+    spare: dict[Shape, Spare] = field(default_factory=dict)
     _opened: dict[tuple[int, str, tuple[int, ...]], Fuller] = field(default_factory=dict)
 
     def glance(self, shape: Shape, cutoff_s: float, known_s: float = math.inf) -> Found:
         """A quick result: the best of all levels of rematerialisation that memory makes worth trying, and what is best
-        kept of blocks that are run again where it may become faster than `known_s` by that. Raises Beaten where nothing
-        is as fast as `cutoff_s`, InfeasibleError where nothing fits."""
+        kept of blocks that are run again where it may become faster than `known_s` by that. One that is near `known_s`
+        and does not fit as it runs is looked for again with as much room left (joint.spare_room). Raises Beaten where
+        nothing is as fast as `cutoff_s`, InfeasibleError where nothing fits."""
+        found, proven_s = self._looked(shape, cutoff_s, known_s), self.proven[shape]
+        if shape in self.spare or found.filled < FULL or found.step_s >= known_s * GAINED:
+            return found
+        if (spare := Spare.of(found)) is None:
+            return found
+        self.spare[shape], before = spare, self.laid.pop(shape)
+        try:
+            return self._looked(shape, cutoff_s, known_s)
+        except Beaten:
+            raise
+        except InfeasibleError:  # other choices may still fit as they run
+            self.spare[shape], self.laid[shape] = Spare(), before
+            return found
+        finally:
+            self.proven[shape] = proven_s  # of all that fits; the second look proves something of less room
+
+    def _looked(self, shape: Shape, cutoff_s: float, known_s: float) -> Found:
+        """As `glance`, of what leaves the room that is known to be needed."""
         tables = self.tables(shape)
         bounds: list[float] = []
         best: Found | None = None
@@ -69,8 +89,8 @@ class Pricing:
             if best is not None and best.filled < FULL:
                 break  # not short of memory
             try:
-                self._check_memory(shape, level)
-                self._check_floor(shape, level, cutoff_s, bounds)
+                self.floors.check_memory(shape, level)
+                self.floors.check_step(shape, level, cutoff_s, bounds)
                 found = self.price(shape, tables, level, exact=False, cutoff_s=cutoff_s, bounds=bounds)
                 cutoff_s = min(cutoff_s, found.step_s)
             except InfeasibleError as error:
@@ -125,8 +145,15 @@ class Pricing:
                 yield Glance(made.step_s, *way, made.chosen)
 
     def _estimated(self, shape: Shape, way: tuple[Timetable, Ground], chosen: Chosen, *, shifts: bool = False) -> Found:
-        """`chosen` laid out by estimates (staging.lay without `whole`); `shifts` as there."""
-        return lay(self.context, self.space.name, shape, *way, chosen, shifts=shifts)
+        """`chosen` laid out by estimates (staging.lay without `whole`), with the room left that is known to be needed;
+        `shifts` as there."""
+        table, ground = way
+        room = self._spare(shape).left(ground, table)
+        return replace(lay(self.context, self.space.name, shape, table, room, chosen, shifts=shifts), ground=ground)
+
+    def _spare(self, shape: Shape) -> Spare:
+        """The room that is known to be needed on `shape`."""
+        return self.spare.get(shape, Spare())
 
     def _runs_again(self, found: Found) -> bool:
         """Whether it runs blocks again, and the request leaves open what these keep."""
@@ -225,6 +252,7 @@ class Pricing:
         fast as `cutoff_s`."""
         if not tables:
             raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
+        spare_bytes = max(spare_bytes, self._spare(shape).mean_bytes(shape.places))
         priced = partial(self._priced, shape, level=level, exact=exact, each=each, spare_bytes=spare_bytes, late=late)
         best = priced(models or self.models(shape), tables, cutoff_s=cutoff_s, bounds=bounds)
         splitting = [table for table in tables if table.schedule.splits_backward]
@@ -260,14 +288,15 @@ class Pricing:
         least = min(tables, key=lambda t: (t.kept, t.length))
         # a bound under the timetable that keeps least, scaled by lengths, holds for the shortest, with no more room
         alone, shortest = shape.places == 1, min(table.length for table in tables)
-        slack = least.length / shortest / self._eased(shape, level) * (1 + HIDDEN * (not alone))
+        slack = least.length / shortest / self.floors.eased(shape, level) * (1 + HIDDEN * (not alone))
         solve = partial(self.context.solve, models, least, level, each=each, spare_bytes=spare_bytes)
         chosen = solve(exact=exact, cutoff_s=cutoff_s * slack, start=start)
         proven_s = chosen.bound_s / slack
         if bounds is not None:
             bounds.append(proven_s)
         if proven_s >= cutoff_s:
-            raise Beaten(proven_s, full=chosen.counted_bytes >= FULL * self.context.mean_bytes(shape.places))
+            room_bytes = self.context.mean_bytes(shape.places) - spare_bytes
+            raise Beaten(proven_s, full=chosen.counted_bytes >= FULL * room_bytes)
         tried = [chosen]
         if alone and models.sums and not late():  # all passes overlap sums in one Problem, none in the other
             tried.append(solve(exact=exact, beside=False))
@@ -312,50 +341,14 @@ class Pricing:
                 raise
             return lay(self.context, self.space.name, shape, table, ground, replace(chosen, all_again=True), whole=True)
 
-    def _check_memory(self, shape: Shape, level: str) -> None:
-        """Raises InfeasibleError where nothing at this level can fit."""
-        held_bytes, limit_bytes = self.context.held_bytes(shape, level), self.context.mean_bytes(shape.places)
-        if held_bytes > limit_bytes:
-            raise InfeasibleError(
-                f"cut evenly it holds {gibibytes(held_bytes)} per device, {gibibytes(limit_bytes)} are there"
-            )
-
-    def _check_floor(self, shape: Shape, level: str, cutoff_s: float, bounds: list[float]) -> None:
-        """Raises Beaten where no plan at this level can be as fast as `cutoff_s`, with as many blocks run again as
-        memory requires, or where offloading to the host gains too little (joint.offload_gain)."""
-        floor_s = self.floor_s(shape, level) * self._eased(shape, level)
-        if floor_s >= cutoff_s:
-            bounds.append(floor_s)
-            raise Beaten(floor_s, full=False)
-        if (gained_s := least_s(self.context, shape, level)) >= cutoff_s * (1 - PRICE_TOLERANCE):
-            bounds.append(gained_s)
-            raise Beaten(gained_s, full=True)
-
-    def _eased(self, shape: Shape, level: str) -> float:
-        """The least work with as few blocks run again as memory requires, as a share of that with all blocks run again
-        at `level`; memory is counted as if everything were cut evenly."""
-        none, limit_bytes = self.levels[0], self.context.mean_bytes(shape.places)
-        if level == none:
-            return 1.0
-        most, least = (self.context.held_bytes(shape, each) for each in (none, level))
-        share = min(1.0, max(0.0, most - limit_bytes) / (most - least)) if most > least else 1.0
-        all_s, none_s = (self.floor_s(shape, each) for each in (level, none))
-        return 1.0 - (1.0 - share) * (1.0 - none_s / all_s)
+    @cached_property
+    def floors(self) -> Floors:
+        """What is known of shapes before they are priced."""
+        return Floors(self.context, self.space.kinds)
 
     def floor_s(self, shape: Shape, level: str) -> float:
-        """A lower bound in seconds on plans of `shape` with all blocks run again at `level`: its share of the least
-        work, and then the least update on hosts; or, where that is more, what one microbatch takes through all places;
-        or that work and the least wait of a pipeline."""
-        cluster, work = self.context.request.cluster, self.context.work(shape.places, level)
-        sizes = cluster.devices, shape.places, shape.microbatches
-        work_s, chain_s = work.step_s(*sizes), work.chain_s(*sizes) / cluster.device.alone
-        wait = self._wait(shape) if all(SCHEDULES[kind.schedule].virtual == 1 for kind in self.space.kinds) else 1.0
-        return max(work_s + self.context.late_s, chain_s, work_s * wait)
-
-    def _wait(self, shape: Shape) -> float:
-        """The least ratio of the length of a step to its work, where each place has one stage."""
-        wait = min(least_wait(paces, shape.microbatches) for paces in self.context.paces(shape))
-        return max(1.0, wait / self.context.request.cluster.device.alone)  # places are faster while others wait
+        """A lower bound in seconds on plans of `shape` with all blocks run again at `level` (Floors.step_s)."""
+        return self.floors.step_s(shape, level)
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -376,19 +369,8 @@ class Pricing:
         """The timetables of the space that can run `shape`; `finely` as in Kind.decided."""
         sizes = shape.places, shape.microbatches, self.context.alike
         decided = (each for kind in self.space.kinds for each in kind.decided(*sizes, finely=finely))
-        return [table for kind in decided if (table := self._table(kind, shape)) is not None]
-
-    def _table(self, kind: Kind, shape: Shape) -> Timetable | None:
-        """The timetable of one kind; None where it cannot run `shape`."""
-        table = timetable(kind, shape.places, shape.microbatches)
-        if (
-            shape.places == 1 and (table.virtual > 1 or table.schedule.splits_backward)
-        ) or table.stages > self.context.pieces:
-            return None
-        try:
-            return table if table.flying else None
-        except PlanError:
-            return None
+        pieces = self.context.pieces
+        return [t for kind in decided if (t := runnable(kind, shape.places, shape.microbatches, pieces)) is not None]
 
 
 def _first(price: Callable[..., Found], tables: list[Timetable], levels: Iterable[str]) -> Found:

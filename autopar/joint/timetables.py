@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from autopar.errors import PlanError
 from autopar.pipeline import shared_cores
 from autopar.pipeline.in_flight import InFlight
 from autopar.pipeline.makespan import Flow
@@ -207,3 +208,14 @@ def flow_of(kind: Kind, places: int, microbatches: int) -> Flow:
 def timetable(kind: Kind, places: int, microbatches: int) -> Timetable:
     """The Timetable of these arguments, made once."""
     return Timetable(kind, places, microbatches)
+
+
+def runnable(kind: Kind, places: int, microbatches: int, pieces: int) -> Timetable | None:
+    """The Timetable of these arguments for a model of so many `pieces`; None where it cannot run them."""
+    table = timetable(kind, places, microbatches)
+    if (places == 1 and (table.virtual > 1 or table.schedule.splits_backward)) or table.stages > pieces:
+        return None
+    try:
+        return table if table.flying else None
+    except PlanError:
+        return None

@@ -1,4 +1,4 @@
-"""How far the walk through shapes goes. Read by joint.explore and joint.choice."""
+"""How far the walk through shapes goes. Read by joint.explore, joint.choice and joint.pricing."""
 
 NEAR, NEARER = 1.2, 1.05
 """Factors on the fastest known step: neighbours are visited up to NEARER of it, starts up to NEAR; and so are the

@@ -33,6 +33,7 @@ Mesh = tuple[int, ...]
 GLANCE_S = 2.0  # seconds at most for the glance at one mesh
 HONED = 1.1  # times the fastest step: a solution slower than this does not become the fastest by descent
 MOST_HONED = 3  # solutions that are honed at most
+PATIENCE = 0.25  # share of the time limit after which pipelines are asked where nothing of one stage fits yet
 FAR = 4  # times the least work of a step: a known step slower than this says little about how fast a plan can be
 WINS = 0.1  # relative: pipelines that are faster by this much at a glance stay faster after everything is solved
 PRICE_TOLERANCE = 0.01  # relative: prices do not tell steps apart that differ by less
@@ -53,6 +54,7 @@ class Elsewhere:
     search: Callable[[float], float] = lambda known_s: math.inf
     tell: Callable[[float], None] = lambda known_s: None
     seconds: float = math.inf
+    told: bool = False
     done: bool = False
 
     @property
@@ -63,8 +65,8 @@ class Elsewhere:
     def asked(self, known_s: float) -> float:
         """What `ask` returned; the first call asks. The best step time is told then: it may be the first answer that
         there is."""
-        if math.isinf(self.seconds):
-            self.seconds = self.ask(known_s)
+        if not self.told:
+            self.told, self.seconds = True, self.ask(known_s)
             self.tell(min(known_s, self.seconds))
         return self.seconds
 
@@ -93,8 +95,8 @@ def first_look(
     step of one stage, and `until` the time (time.monotonic) that glances may take where pipelines are yet to be
     searched."""
     known_s = min(alone_s, elsewhere.seconds)
-    if FAR * planner.work(planner.open_levels[0]).step_s(planner.request.cluster.devices, 1, 1) < known_s:
-        # what is known so far (recipes) is a poor cutoff for the glances, or nothing fits: pipelines may give a better
+    if FAR * planner.work(planner.open_levels[0]).step_s(planner.request.cluster.devices, 1, 1) < known_s < math.inf:
+        # what is known so far (recipes) is a poor cutoff for the glances: pipelines may give a better one
         elsewhere.asked(known_s)
     look = Look(planner, timer, elsewhere, alone_s, until=until)
     look.glance(meshes)
@@ -162,6 +164,8 @@ class Look:
             if self.known_s < math.inf and self.timer.skips(self._until(self.until)):
                 self.bounds.append(0.0)  # nothing is proven about the meshes that are left out
                 return
+            if self.known_s == math.inf and self.timer.left_s < self.timer.limit_s * (1 - PATIENCE):
+                self.elsewhere.asked(math.inf)
             planner.request.say(f"search on {times(sizes)}")
             near_s = self.known_s * HONED  # honing may make the fastest of what is below
             look = partial(ilp.glance, time_limit_s=GLANCE_S, cutoff_s=near_s)

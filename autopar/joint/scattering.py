@@ -7,6 +7,7 @@ look takes both for about as fast, and would end at worse solutions. Called by j
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 from autopar.errors import InfeasibleError
 from autopar.joint.pricing import Pricing
@@ -20,6 +21,7 @@ def scattered(pricing: Pricing, found: Found) -> Found | None:
     None where none is faster than `found`, or it has a single microbatch."""
     if found.shape.microbatches == 1:
         return None
+    pricing = replace(pricing, spare={})  # other gradients are held: they leave other room free
     best, roomy = found, found.filled < FULL and found.level == pricing.levels[0]
     for level in pricing.levels[:1] if roomy else pricing.levels:
         with suppress(InfeasibleError):

@@ -135,9 +135,10 @@ class Timetable:
     @property
     def _orders(self) -> Sequence[Sequence[Action]]:
         """The actions of each place, of as many microbatches as fill the pipeline; where all forwards run first, of all
-        microbatches, since every further one is kept as well."""
-        count = telling(self.kind.schedule, self.places, self.microbatches)
-        return orders(self.kind.schedule, self.places, self.stages, count)
+        microbatches, since every further one is kept as well. One place runs them one after the other, whatever the
+        schedule."""
+        schedule = "1f1b" if self.places == 1 else self.kind.schedule
+        return orders(schedule, self.places, self.stages, telling(schedule, self.places, self.microbatches))
 
     def ends_s(self, times: Sequence[StageTime], *, whole: bool = False, alone: float = 1.0) -> list[float]:
         """Seconds until each place is done with a step, for the times of each stage. `whole`: simulate all microbatches

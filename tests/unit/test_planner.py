@@ -109,23 +109,25 @@ def test_what_may_not_fit_is_no_step_that_others_have_to_beat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("known_s", "left_s", "order"),
+    ("known_s", "gone_s", "left_s", "order"),
     [
-        (math.inf, 60.0, ["pipelines", (8,), (2, 4)]),  # no recipe fits
-        (1.9, 60.0, [(8,), (2, 4)]),
-        (2.1, 60.0, ["pipelines", (8,), (2, 4)]),
-        (2.1, -1.0, ["pipelines"]),
+        (1.9, 0.0, 60.0, [(8,), (2, 4)]),
+        (2.1, 0.0, 60.0, ["pipelines", (8,), (2, 4)]),
+        (2.1, 0.0, -1.0, ["pipelines"]),
+        (math.inf, 0.0, 60.0, [(8,), (2, 4)]),
+        (math.inf, 16.0, 60.0, ["pipelines", (8,), (2, 4)]),
+        (math.inf, 16.0, -1.0, ["pipelines", (8,)]),
     ],
 )
-def test_pipelines_come_first_where_nothing_fits_or_far_slower_plans_do(
-    known_s: float, left_s: float, order: list[object]
+def test_pipelines_come_first_where_nothing_fits_for_long_or_far_slower_plans_do(
+    known_s: float, gone_s: float, left_s: float, order: list[object]
 ) -> None:
     """The least work is 0.5 s. Meshes are left out for pipelines that wait, where there is no time for both."""
     cluster, seen = Cluster.parse("h100:2x4"), list[object]()
 
     def made(sizes: tuple[int, ...], used: object, name: str, solve: object, cutoff_s: float) -> Candidate:
         seen.append(sizes)
-        return replace(candidate("search", 1.0), mesh=cluster.mesh(sizes), peak_bytes=1.0)
+        return replace(candidate("search", 3.0), mesh=cluster.mesh(sizes), peak_bytes=1.0)
 
     def ask(known_s: float) -> float:
         seen.append("pipelines")
@@ -138,8 +140,9 @@ def test_pipelines_come_first_where_nothing_fits_or_far_slower_plans_do(
         request=SimpleNamespace(cluster=cluster, mesh=(8,), say=lambda text: None),
         candidate=made,
     )
-    until = time.monotonic() + left_s
-    first_look(planner, [(8,), (2, 4)], Timer(60.0), known_s, Elsewhere(ask), until)
+    timer = Timer(60.0)
+    timer.ends_at -= gone_s
+    first_look(planner, [(8,), (2, 4)], timer, known_s, Elsewhere(ask), time.monotonic() + left_s)
     assert seen == order
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -136,6 +137,23 @@ def test_the_slowest_stage_is_as_fast_as_any_cut_allows(
     barred: frozenset[int],
 ) -> None:
     _check([_with_rerun(costs, more)] * stages, _keep(*range(stages, 0, -1)), [float(limit)] * stages, sends, barred)
+
+
+@given(PIECES, st.lists(st.integers(-1, 1), min_size=8, max_size=8), st.integers(1, 3))
+def test_nothing_is_run_again_where_memory_is_not_limited_though_it_may_be_faster(
+    costs: list[Cost], more: list[int], stages: int
+) -> None:
+    """Where other work hides more of what a piece sends."""
+    pieces = _with_rerun(costs, [(seconds, 1, 0) for seconds in more])
+    cuts = balance([pieces] * stages, _keep(*range(stages, 0, -1)), [math.inf] * stages)
+    assert cuts.again == [0] * stages
+    ranges = itertools.combinations(range(1, len(costs)), stages - 1)
+    least = min(
+        max(sum(c.micro_s for c in costs[a:b]) for a, b in itertools.pairwise((0, *bounds, len(costs))))
+        for bounds in ranges
+    )
+    taken = max(sum(c.micro_s for c in costs[a:b]) for a, b in itertools.pairwise((0, *cuts.bounds, len(costs))))
+    assert taken == pytest.approx(least, rel=1e-2)
 
 
 @examples(300)

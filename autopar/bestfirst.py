@@ -33,6 +33,8 @@ Mesh = tuple[int, ...]
 GLANCE_S = 2.0  # seconds at most for the glance at one mesh
 HONED = 1.1  # times the fastest step: a solution slower than this does not become the fastest by descent
 MOST_HONED = 3  # solutions that are honed at most
+ALONE = 0.6
+"""Share of the time left that the search for plans of one stage may take where pipelines are searched after it."""
 PATIENCE = 0.25  # share of the time limit after which pipelines are asked where nothing of one stage fits yet
 FAR = 4  # times the least work of a step: a known step slower than this says little about how fast a plan can be
 WINS = 0.1  # relative: pipelines that are faster by this much at a glance stay faster after everything is solved
@@ -83,22 +85,14 @@ def nowhere() -> Elsewhere:
     return Elsewhere(lambda known_s: math.inf)
 
 
-def first_look(
-    planner: Planner,
-    meshes: Sequence[Mesh],
-    timer: Timer,
-    alone_s: float,
-    elsewhere: Elsewhere,
-    until: float = math.inf,
-) -> Look:
+def first_look(planner: Planner, meshes: Sequence[Mesh], timer: Timer, alone_s: float, elsewhere: Elsewhere) -> Look:
     """A glance at every mesh, under the rematerialisation that `planner.remat` says; `alone_s` is the fastest known
-    step of one stage, and `until` the time (time.monotonic) that glances may take where pipelines are yet to be
-    searched."""
+    step of one stage."""
     known_s = min(alone_s, elsewhere.seconds)
     if FAR * planner.work(planner.open_levels[0]).step_s(planner.request.cluster.devices, 1, 1) < known_s < math.inf:
         # what is known so far (recipes) is a poor cutoff for the glances: pipelines may give a better one
         elsewhere.asked(known_s)
-    look = Look(planner, timer, elsewhere, alone_s, until=until)
+    look = Look(planner, timer, elsewhere, alone_s)
     look.glance(meshes)
     return look
 
@@ -112,7 +106,6 @@ class Look:
     honed       solutions that were improved or solved
     bounds      the proven lower bounds in seconds, one per mesh
     glanced_s   the fastest step of one stage before anything was honed
-    until       the time (time.monotonic) after which nothing is glanced at while pipelines are yet to be searched
     """
 
     planner: Planner
@@ -123,7 +116,6 @@ class Look:
     honed: list[Candidate] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
     glanced_s: float = math.inf
-    until: float = math.inf
 
     def finished(self, alone_s: float, until: float = math.inf) -> tuple[Candidate | None, float]:
         """Hone, solve and fill (see the module docstring); the best solution that fits (None where none does) and the
@@ -154,14 +146,15 @@ class Look:
         return [first for first in self.seen if first.peak_bytes is not None]
 
     def glance(self, meshes: Sequence[Mesh]) -> None:
-        """Glance at all `meshes`, then at the unfolded meshes (recipes.free.unfolded) of the best ones."""
-        planner = self.planner
+        """Glance at all `meshes`, then at the unfolded meshes (recipes.free.unfolded) of the best ones, in ALONE of the
+        time that is left where pipelines are yet to be searched."""
+        planner, until = self.planner, self.timer.after(ALONE)
 
         def nearest() -> Iterator[Mesh]:
             yield from _unfolded(self.seen, self.known_s, meshes) if planner.request.mesh is None else ()
 
         for sizes in chain(meshes, nearest()):
-            if self.known_s < math.inf and self.timer.skips(self._until(self.until)):
+            if self.known_s < math.inf and self.timer.skips(self._until(until)):
                 self.bounds.append(0.0)  # nothing is proven about the meshes that are left out
                 return
             if self.known_s == math.inf and self.timer.left_s < self.timer.limit_s * (1 - PATIENCE):

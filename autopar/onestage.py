@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar.asked_search import check_mesh, check_search, looks, run_search, searched_meshes
 from autopar.bare_plan import laid
-from autopar.bestfirst import GLANCE_S, MOST_HONED, PRICE_TOLERANCE, Elsewhere, Look, first_look, nowhere
+from autopar.bestfirst import ALONE, GLANCE_S, MOST_HONED, PRICE_TOLERANCE, Elsewhere, Look, first_look, nowhere
 from autopar.candidate import Candidate
 from autopar.decisions import rule_notes, tiling_notes
 from autopar.errors import InfeasibleError
@@ -36,9 +36,6 @@ from autopar.request import Request
 from autopar.search import ilp
 from autopar.text import gibibytes, seconds, times
 from autopar.timer import Timer
-
-ALONE = 0.6
-"""Share of the time left that the search for plans of one stage may take where pipelines are searched after it."""
 
 
 def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
@@ -107,19 +104,14 @@ class _Level:
         """The step time of `fastest`; infinite where there is none."""
         return _seconds(self.fastest)
 
-    def begin(self, alone_s: float, until: float) -> None:
+    def begin(self, alone_s: float) -> None:
         """Glance at all meshes, given the fastest known step of one stage, `alone_s`. Where none is known yet, the
-        recipes are priced first. `until` as in Look."""
+        recipes are priced first."""
         if math.isinf(alone_s) or not looks(self.planner.request):
             self.name_recipes(alone_s)
         if looks(self.planner.request):
             self.look = first_look(
-                self.planner,
-                searched_meshes(self.planner),
-                self.timer,
-                min(alone_s, self.fastest_s),
-                self.elsewhere,
-                until,
+                self.planner, searched_meshes(self.planner), self.timer, min(alone_s, self.fastest_s), self.elsewhere
             )
             if self.remat and self.planner.request.remat == "auto":
                 self.run_partly_again(alone_s)
@@ -195,7 +187,6 @@ class _Levels:
     def search(self) -> None:
         """Go through the levels until the rest promises nothing, or time is up."""
         begun: list[_Level] = []
-        until = self.timer.after(ALONE)
         for name in self.planner.open_levels:
             if self._enough(name):
                 self._finish(begun)
@@ -204,7 +195,7 @@ class _Levels:
                 begun = []
             for _ in _fitting(self.planner, [name], self.full):
                 level = _Level(name, self.planner, self.timer, self.elsewhere, self.planner.remat)
-                level.begin(self.fastest_s, until)
+                level.begin(self.fastest_s)
                 self.looked.append(level)
                 begun.append(level)
         self._finish(begun)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -109,24 +108,25 @@ def test_what_may_not_fit_is_no_step_that_others_have_to_beat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("known_s", "gone_s", "left_s", "order"),
+    ("known_s", "gone_s", "each_s", "order"),
     [
-        (1.9, 0.0, 60.0, [(8,), (2, 4)]),
-        (2.1, 0.0, 60.0, ["pipelines", (8,), (2, 4)]),
-        (2.1, 0.0, -1.0, ["pipelines"]),
-        (math.inf, 0.0, 60.0, [(8,), (2, 4)]),
-        (math.inf, 16.0, 60.0, ["pipelines", (8,), (2, 4)]),
-        (math.inf, 16.0, -1.0, ["pipelines", (8,)]),
+        (1.9, 0.0, 0.0, [(8,), (2, 4)]),
+        (2.1, 0.0, 0.0, ["pipelines", (8,), (2, 4)]),
+        (2.1, 0.0, 37.0, ["pipelines", (8,)]),  # of 60 s 36 are for one stage
+        (math.inf, 0.0, 0.0, [(8,), (2, 4)]),
+        (math.inf, 16.0, 0.0, ["pipelines", (8,), (2, 4)]),
+        (math.inf, 16.0, 27.0, ["pipelines", (8,)]),
     ],
 )
 def test_pipelines_come_first_where_nothing_fits_for_long_or_far_slower_plans_do(
-    known_s: float, gone_s: float, left_s: float, order: list[object]
+    known_s: float, gone_s: float, each_s: float, order: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The least work is 0.5 s. Meshes are left out for pipelines that wait, where there is no time for both."""
     cluster, seen = Cluster.parse("h100:2x4"), list[object]()
 
     def made(sizes: tuple[int, ...], used: object, name: str, solve: object, cutoff_s: float) -> Candidate:
         seen.append(sizes)
+        clock[0] += each_s
         return replace(candidate("search", 3.0), mesh=cluster.mesh(sizes), peak_bytes=1.0)
 
     def ask(known_s: float) -> float:
@@ -140,9 +140,10 @@ def test_pipelines_come_first_where_nothing_fits_for_long_or_far_slower_plans_do
         request=SimpleNamespace(cluster=cluster, mesh=(8,), say=lambda text: None),
         candidate=made,
     )
-    timer = Timer(60.0)
-    timer.ends_at -= gone_s
-    first_look(planner, [(8,), (2, 4)], timer, known_s, Elsewhere(ask), time.monotonic() + left_s)
+    clock = [0.0]
+    monkeypatch.setattr("autopar.timer.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    timer, clock[0] = Timer(60.0), gone_s
+    first_look(planner, [(8,), (2, 4)], timer, known_s, Elsewhere(ask))
     assert seen == order
 
 

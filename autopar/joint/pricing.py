@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -23,7 +23,7 @@ from autopar.joint.spare_room import Spare
 from autopar.joint.staging import Found, lay
 from autopar.joint.timetables import Timetable, runnable
 from autopar.joint.walk_limits import GAINED
-from autopar.joint.ways import Beaten, Glance, Overfull, even_s, fastest, leaving_room
+from autopar.joint.ways import Beaten, Glance, Overfull, even_s, fastest, first_that_fits, leaving_room
 from autopar.named_strategies import FULL
 
 TABLES = 3
@@ -35,6 +35,10 @@ OTHERS = 4
 SHIFTED = 0.05
 """Relative: how much faster a pipeline may become by cuts that are shifted, which a glance does not try. Results of a
 glance that are slower by more are not laid out."""
+
+SHOWN = 0.2
+"""Relative: how much longer a step must be if none of its sums of gradients hide for other layouts to be looked for,
+with that Problem."""
 
 ROOMY = 0.5
 """Share of its memory that a place may fill by the sum of its pieces for which it is taken to fit as it runs."""
@@ -211,8 +215,8 @@ class Pricing:
         deeper = self.levels[self.levels.index(found.level) + 1 :]
         tables = [table for table in self.tables(found.shape) if table != found.table]
         ways = (
-            lambda: _first(price, [found.table], deeper),
-            lambda: _first(price, tables, dict.fromkeys((found.level, *self.levels))),
+            lambda: first_that_fits(price, [found.table], deeper),
+            lambda: first_that_fits(price, tables, dict.fromkeys((found.level, *self.levels))),
             lambda: leaving_room(lambda spare_bytes: price([found.table], found.level, spare_bytes=spare_bytes)),
         )
         with suppress(InfeasibleError):
@@ -315,8 +319,7 @@ class Pricing:
             if not exact or not error.missing_bytes:
                 raise
             raise self.overfull(shape, tried, error) from error
-        promised_s = chosen.model.problem.price(chosen.solution.choice).time_s * best.table.length / least.length
-        if not alone and models.sums and best.step_s > promised_s and not late():  # its sums do not hide
+        if not alone and models.sums and not late() and _disappoints(best, chosen, least):
             with suppress(InfeasibleError):
                 other = fastest_of([solve(exact=exact, beside=False)])
                 best = other if other.step_s < best.step_s else best
@@ -384,9 +387,9 @@ class Pricing:
         return [t for kind in decided if (t := runnable(kind, shape.places, shape.microbatches, pieces)) is not None]
 
 
-def _first(price: Callable[..., Found], tables: list[Timetable], levels: Iterable[str]) -> Found:
-    """The result of `price` at the first of `levels` at which anything fits. Raises InfeasibleError."""
-    for level in levels:
-        with suppress(InfeasibleError):
-            return price(tables, level)
-    raise InfeasibleError("")
+def _disappoints(found: Found, chosen: Chosen, table: Timetable) -> bool:
+    """Whether `found`, laid out from `chosen`, takes longer than its Problem, made for `table`, says of it, and that
+    may be since its sums do not hide."""
+    problem, choice = chosen.model.problem, chosen.solution.choice
+    hidden_s, shown_s = problem.price(choice).time_s, problem.shown().price(choice).time_s
+    return shown_s > hidden_s * (1 + SHOWN) and found.step_s > hidden_s * found.table.length / table.length

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -91,6 +92,14 @@ def fastest(
     if best is None:
         raise failed
     return best
+
+
+def first_that_fits(price: Callable[..., Found], tables: list[Timetable], levels: Iterable[str]) -> Found:
+    """The result of `price` at the first of `levels` at which anything fits. Raises InfeasibleError."""
+    for level in levels:
+        with suppress(InfeasibleError):
+            return price(tables, level)
+    raise InfeasibleError("")
 
 
 def filled_with(found: Found, microbatches: int, rest: float) -> float:

@@ -36,7 +36,7 @@ SHIFTED = 0.05
 """Relative: how much faster a pipeline may become by cuts that are shifted, which a glance does not try. Results of a
 glance that are slower by more are not laid out."""
 
-SHOWN = 0.2
+SHOWN = 0.02
 """Relative: how much longer a step must be if none of its sums of gradients hide for other layouts to be looked for,
 with that Problem."""
 

@@ -291,6 +291,25 @@ def test_sums_that_other_work_hides_are_looked_at_where_the_glance_avoids_them(m
     assert exact is not None and exact.step_s <= min(other.step_s for other in others) * (1 + 1e-4)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "mesh", "batch", "microbatches", "gained"),
+    [("l4:8x1", (4,), 2048, 4, 1.5), ("l4:2x4", (4,), 512, 4, 1.2)],
+)
+def test_layouts_whose_sums_do_not_hide_are_not_all_that_is_looked_at(
+    cluster: str, mesh: tuple[int, ...], batch: int, microbatches: int, gained: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On slow links: other layouts have smaller sums."""
+
+    def glance_s() -> float:
+        request = Request(Cluster.parse(cluster), Settings("train"), time_limit_s=math.inf)
+        pricing = Pricing(SearchContext(graph(8), {"b": batch}, request), SEARCH)
+        return pricing.glance(Shape(2, mesh, microbatches), math.inf).step_s
+
+    both_s = glance_s()
+    monkeypatch.setattr(module, "SHOWN", math.inf)
+    assert glance_s() > gained * both_s
+
+
 def test_gradients_are_scattered_after_each_microbatch_where_that_saves_time() -> None:
     """The search scattered all of them once per step, and cut weights for good or gathered them at each use instead,
     which takes 1.26 times as long."""

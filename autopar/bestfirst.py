@@ -56,7 +56,7 @@ class Elsewhere:
     search: Callable[[float], float] = lambda known_s: math.inf
     tell: Callable[[float], None] = lambda known_s: None
     seconds: float = math.inf
-    told: bool = False
+    has_asked: bool = False
     done: bool = False
 
     @property
@@ -67,8 +67,8 @@ class Elsewhere:
     def asked(self, known_s: float) -> float:
         """What `ask` returned; the first call asks. The best step time is told then: it may be the first answer that
         there is."""
-        if not self.told:
-            self.told, self.seconds = True, self.ask(known_s)
+        if not self.has_asked:
+            self.has_asked, self.seconds = True, self.ask(known_s)
             self.tell(min(known_s, self.seconds))
         return self.seconds
 

@@ -88,6 +88,17 @@ def test_only_what_is_near_the_best_is_unfolded_and_nothing_twice() -> None:
     assert _unfolded(seen, 0.5, []) == []
 
 
+def looking(cluster: Cluster, made: Any) -> Any:
+    """A planner whose least work takes 0.5 s, and whose Candidates `made` makes."""
+    return SimpleNamespace(
+        open_levels=("none",),
+        work=lambda level: SimpleNamespace(step_s=lambda *shape: 0.5),
+        wary=lambda found, below_s, time_limit_s: found,
+        request=SimpleNamespace(cluster=cluster, mesh=(8,), say=lambda text: None),
+        candidate=made,
+    )
+
+
 def test_what_may_not_fit_is_no_step_that_others_have_to_beat() -> None:
     """Prices prove nothing below 1.0 on the first mesh; as it runs its answer takes 0.9, and nobody has looked at its
     memory."""
@@ -96,13 +107,7 @@ def test_what_may_not_fit_is_no_step_that_others_have_to_beat() -> None:
         (8,): replace(candidate("search", 0.9), peak_bytes=None),
         (2, 4): replace(candidate("search", 0.95), peak_bytes=1.0),
     }
-    planner: Any = SimpleNamespace(
-        open_levels=("none",),
-        work=lambda level: SimpleNamespace(step_s=lambda *shape: 0.5),
-        wary=lambda found, below_s, time_limit_s: found,
-        request=SimpleNamespace(cluster=cluster, mesh=(8,), say=lambda text: None),
-        candidate=lambda sizes, used, name, solve, cutoff_s: made[sizes],
-    )
+    planner = looking(cluster, lambda sizes, used, name, solve, cutoff_s: made[sizes])
     look = first_look(planner, list(made), Timer(60.0), 0.98, nowhere())
     assert look.best is made[2, 4] and look.known_s == 0.95
 
@@ -133,13 +138,7 @@ def test_pipelines_come_first_where_nothing_fits_for_long_or_far_slower_plans_do
         seen.append("pipelines")
         return 1.5
 
-    planner: Any = SimpleNamespace(
-        open_levels=("none",),
-        work=lambda level: SimpleNamespace(step_s=lambda *shape: 0.5),
-        wary=lambda found, below_s, time_limit_s: found,
-        request=SimpleNamespace(cluster=cluster, mesh=(8,), say=lambda text: None),
-        candidate=made,
-    )
+    planner = looking(cluster, made)
     clock = [0.0]
     monkeypatch.setattr("autopar.timer.time", SimpleNamespace(monotonic=lambda: clock[0]))
     timer, clock[0] = Timer(60.0), gone_s
@@ -154,13 +153,7 @@ def test_a_glance_does_not_end_at_what_honing_may_make_the_fastest() -> None:
         cutoffs.extend([cutoff_s, solve.keywords["cutoff_s"]])
         return replace(candidate("search", 1.0), mesh=cluster.mesh(sizes), peak_bytes=1.0)
 
-    planner: Any = SimpleNamespace(
-        open_levels=("none",),
-        work=lambda level: SimpleNamespace(step_s=lambda *shape: 0.5),
-        wary=lambda found, below_s, time_limit_s: found,
-        request=SimpleNamespace(cluster=cluster, mesh=(8,), say=lambda text: None),
-        candidate=made,
-    )
+    planner = looking(cluster, made)
     first_look(planner, [(8,), (2, 4)], Timer(60.0), math.inf, nowhere())
     assert cutoffs == [math.inf, math.inf, HONED, HONED]
 
